@@ -1,0 +1,198 @@
+"""What every format can do."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from checkpointing.families import FAMILIES
+from checkpointing.mapping.layout import Layout
+from checkpointing.mapping.model_config import ModelConfig
+from checkpointing.mapping.plan import plan_to_foreign
+from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.ties import is_tied
+from checkpointing.storage.paths import inside
+from checkpointing.storage.read import read_json
+from checkpointing.storage.write import Progress, plan_shards, write_safetensors, write_torch_file
+
+CheckpointFiles = Sequence[str] | Mapping[str, str] | None
+"""File names; or ``{"filename_format", "max_filename"}``; or ``None`` to look for them."""
+
+SHARD_NAME = "model-{:05d}-of-{:05d}"
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model on disk of which the headers have been read.
+
+    Attributes:
+        native: its tensors in the native layout.
+        config: what its config file says, or ``None`` where it has none that is understood.
+        cut_dims: for model-parallel shards, the dimension along which each tensor was cut.
+        ranks: number of model-parallel shards.
+    """
+
+    native: TensorSource
+    config: ModelConfig | None
+    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How weights are to be written.
+
+    Attributes:
+        safe_serialization: safetensors rather than ``torch.save``, where the format has both.
+        max_shard_bytes: largest file; ``None`` for one file.
+        progress: called with the number of bytes just written.
+    """
+
+    safe_serialization: bool
+    max_shard_bytes: int | None
+    progress: Progress
+
+
+class Format(Protocol):
+    """A layout of models on disk."""
+
+    name: str
+
+    def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
+        """The weight files of a checkpoint, all of them existing."""
+
+    def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
+        """Reads the headers and checks them."""
+
+    def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
+        """The tensors as the format stores them; finds all problems, writes nothing."""
+
+    def write(
+        self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
+    ) -> None:
+        """Writes what :meth:`plan` gave into an existing directory."""
+
+
+def plan_foreign(native: TensorSource, base: OpenModel, format: str) -> TensorSource:
+    """The tensors of a native model in a foreign format; nothing is read but a stored head.
+
+    Args:
+        native: the model's tensors.
+        base: the model that it was trained from, which has the same sizes.
+        format: the foreign format.
+
+    Raises:
+        TensorMismatchError: lists every tensor that does not belong to the model.
+    """
+    layout = native_layout(native, base, format)
+    return plan_to_foreign(layout, native.metas, "saving a model").over(native)
+
+
+def native_layout(native: TensorSource, base: OpenModel, format: str) -> Layout:
+    """The layout of a native model in a foreign format."""
+    if base.config is None:
+        raise ConfigError(f"the {format} format needs the model's config, and there is none")
+    family = FAMILIES[base.config.family]
+    tied = is_tied(family, "native", native, base.config.dims.tied, "the model")
+    return Layout(family, format, replace(base.config.dims, tied=tied))
+
+
+def named_files(directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
+    """The files that a user names, sorted by the numbers in their names.
+
+    Raises:
+        CheckpointNotFoundError: lists the files that are not there.
+        ConfigError: if the description is not understood.
+    """
+    if isinstance(checkpoint_files, Mapping):
+        names = _formatted_names(checkpoint_files)
+    else:
+        names = [str(name) for name in checkpoint_files or ()]
+    if len(set(names)) != len(names) or not names:
+        raise ConfigError(f"checkpoint_files: {names}: name every file once, and at least one")
+    paths = sorted((directory / name for name in names), key=_number_key)
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise CheckpointNotFoundError(
+            f"checkpoint_files: not there: {', '.join(missing)}; "
+            "check checkpoint_dir, or leave checkpoint_files out to use all that is there"
+        )
+    return paths
+
+
+def _formatted_names(description: Mapping[str, str]) -> list[str]:
+    if set(description) != {"filename_format", "max_filename"}:
+        raise ConfigError(
+            f"checkpoint_files: keys {sorted(description)}; give filename_format, such as "
+            "'model-{}-of-{}.safetensors', and max_filename, such as '00030'"
+        )
+    template, last = description["filename_format"], str(description["max_filename"])
+    if template.count("{}") != 2 or not last.isdigit():
+        raise ConfigError(
+            f"checkpoint_files: filename_format {template!r} must hold two {{}} and max_filename "
+            f"{last!r} must be a number with its leading zeros, in quotes"
+        )
+    return [
+        template.format(str(number).zfill(len(last)), last) for number in range(1, int(last) + 1)
+    ]
+
+
+def _number_key(path: Path) -> list[tuple[int, str]]:
+    return [
+        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)
+    ]
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index names, checked to lie beside it.
+
+    Raises:
+        CorruptCheckpointError: if it is no index.
+        UnsafePathError: if it names a file elsewhere.
+        CheckpointNotFoundError: lists the files that are not there.
+    """
+    weight_map = read_index(index)
+    paths = [inside(index.parent, name, index) for name in dict.fromkeys(weight_map.values())]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise CheckpointNotFoundError(
+            f"{index}: names files that are not there: {', '.join(missing)}; "
+            "get them, or make the index anew"
+        )
+    return sorted(paths, key=_number_key)
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The ``weight_map`` of an index: for each tensor the file that holds it.
+
+    Raises:
+        CorruptCheckpointError: if the file is no index.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError(f"{index}: has no weight_map; get the index anew")
+    return weight_map
+
+
+def write_shards(
+    directory: Path, source: TensorSource, options: WriteOptions
+) -> tuple[dict[str, str], int]:
+    """Writes tensors as one or several files named as Hugging Face and torchtune name them.
+
+    Returns:
+        For each tensor the file that holds it, and the number of bytes of all tensors.
+    """
+    shards = plan_shards(source.metas, options.max_shard_bytes)
+    suffix, write = (
+        (".safetensors", write_safetensors)
+        if options.safe_serialization
+        else (".bin", write_torch_file)
+    )
+    file_of = {}
+    for number, names in enumerate(shards, 1):
+        file_name = SHARD_NAME.format(number, len(shards)) + suffix
+        write(directory / file_name, source, names, options.progress)
+        file_of.update(dict.fromkeys(names, file_name))
+    return file_of, sum(meta.nbytes for meta in source.metas.values())

@@ -1,0 +1,105 @@
+"""Hugging Face: ``config.json`` and ``model*.safetensors`` or ``pytorch_model*.bin``."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpointing.formats.base import (
+    CheckpointFiles,
+    OpenModel,
+    WriteOptions,
+    indexed_files,
+    named_files,
+    plan_foreign,
+    read_index,
+    write_shards,
+)
+from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
+from checkpointing.mapping.layout import Layout
+from checkpointing.mapping.plan import plan_to_native
+from checkpointing.mapping.tensors import TensorSource
+from checkpointing.storage.read import FilesSource, read_json
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+class HFFormat:
+    """The format of transformers."""
+
+    name = "hf"
+
+    def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
+        if checkpoint_files is not None:
+            return named_files(directory, checkpoint_files)
+        for name in (_SINGLE_FILES[0], SAFETENSORS_INDEX, _SINGLE_FILES[1], TORCH_INDEX):
+            path = directory / name
+            if path.is_file():
+                return [path] if name in _SINGLE_FILES else indexed_files(path)
+        raise CheckpointNotFoundError(
+            f"{directory}: holds none of {', '.join(_SINGLE_FILES)}, {SAFETENSORS_INDEX}, "
+            f"{TORCH_INDEX}; check checkpoint_dir, or name the files in checkpoint_files"
+        )
+
+    def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
+        raw, family = read_hf_config(directory, model_type)
+        source = FilesSource(files)
+        _check_index(files, source)
+        config = parse_hf_config(directory / CONFIG_NAME, raw, family, self.name, source)
+        plan = plan_to_native(Layout(family, self.name, config.dims), source.metas, str(directory))
+        return OpenModel(plan.over(source), config)
+
+    def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
+        return plan_foreign(native, base, self.name)
+
+    def write(
+        self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
+    ) -> None:
+        weight_map, total = write_shards(directory, foreign, options)
+        # Always an index, also for one file: engines take every *.safetensors file of a directory
+        # for weights if there is none.
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        name = SAFETENSORS_INDEX if options.safe_serialization else TORCH_INDEX
+        (directory / name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_index(files: Sequence[Path], source: FilesSource) -> None:
+    """Finds an index that does not tell where the tensors are."""
+    names = {path.name for path in files}
+    for index_name in (SAFETENSORS_INDEX, TORCH_INDEX):
+        index = files[0].parent / index_name
+        if not index.is_file() or not names <= set(read_index(index).values()):
+            continue
+        wrong = [
+            f"{tensor} (not in {file})"
+            for tensor, file in read_index(index).items()
+            if file in names
+            and (tensor not in source.file_of or source.file_of[tensor].name != file)
+        ]
+        if wrong:
+            raise CorruptCheckpointError(
+                f"{index}: says wrongly where tensors are: {', '.join(wrong[:5])}"
+                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}; "
+                "the index or a file is of another checkpoint: get them anew"
+            )
+
+
+def config_for_weights(
+    config_file: Path, foreign: TensorSource, head: str = "lm_head.weight"
+) -> str:
+    """``config.json`` as it must read beside these weights.
+
+    Only what would be untrue is changed: the dtype in which transformers would load them, and
+    whether the embeddings are tied.
+    """
+    config = read_json(config_file)
+    dtypes = {meta.dtype for meta in foreign.metas.values() if meta.dtype.is_floating_point}
+    if len(dtypes) == 1:
+        dtype = str(dtypes.pop()).removeprefix("torch.")
+        config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
+    tied = head not in foreign.metas
+    if config.get("tie_word_embeddings", False) != tied:
+        config["tie_word_embeddings"] = tied
+    return json.dumps(config, indent=2) + "\n"

@@ -1,0 +1,111 @@
+"""Hugging Face's ``config.json``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpointing.errors import ConfigError
+from checkpointing.formats.recognise import recognise, size_field
+from checkpointing.mapping.family import Family
+from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
+from checkpointing.mapping.sizes import size_from_tensors
+from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.ties import is_tied
+from checkpointing.storage.read import read_json
+
+CONFIG_NAME = "config.json"
+
+_FIELDS = {
+    "layers": "num_hidden_layers",
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+}
+
+
+def read_hf_config(directory: Path, model_type: str | None) -> tuple[dict[str, Any], Family]:
+    """``config.json`` as it is, and the family that it and the recipe's model type name.
+
+    Raises:
+        CheckpointNotFoundError: if there is no ``config.json``.
+        ConfigError: if the family is unknown or contradicted.
+    """
+    path = directory / CONFIG_NAME
+    config = read_json(path)
+    return config, recognise(path, config.get("model_type"), model_type)
+
+
+def parse_hf_config(
+    path: Path, config: Mapping[str, Any], family: Family, format: str, source: TensorSource
+) -> ModelConfig:
+    """What ``config.json`` says; a missing field takes transformers' default for the family.
+
+    Sizes that are missing are read from the tensors.
+
+    Args:
+        path: the config file, for errors.
+        config: its content.
+        family: the family's defaults.
+        format: the format of the tensors, ``"hf"`` or ``"native"``.
+        source: the tensors.
+
+    Raises:
+        ConfigError: if a size is missing, or no positive whole number.
+    """
+    values = {**family.hf_defaults, **config}
+    sizes = {
+        field: size_field(
+            path, key, values.get(key) or size_from_tensors(family, format, field, source.metas)
+        )
+        for field, key in _FIELDS.items()
+    }
+    heads = size_field(path, "num_attention_heads", values.get("num_attention_heads"))
+    kv_heads = size_field(path, "num_key_value_heads", values.get("num_key_value_heads") or heads)
+    head_dim = size_field(path, "head_dim", values.get("head_dim") or sizes["hidden"] // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"{path}: {heads} heads must be a multiple of {kv_heads} key-value heads, and the "
+            f"width of a head, {head_dim}, even"
+        )
+    tied = is_tied(family, format, source, config.get("tie_word_embeddings"), str(path.parent))
+    rope_theta, scaling, unsupported = _rope(values)
+    if values["hidden_act"] not in ("silu", "swish"):
+        unsupported += (f"hidden_act {values['hidden_act']!r}",)
+    return ModelConfig(
+        family=family.name,
+        dims=Dims(
+            **sizes,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            tied=tied,
+            attention_bias=bool(values["attention_bias"]),
+            mlp_bias=bool(values["mlp_bias"]),
+        ),
+        norm_eps=values["rms_norm_eps"],
+        rope_theta=rope_theta,
+        rope_scaling=scaling,
+        max_seq_len=values["max_position_embeddings"],
+        sliding_window=values["sliding_window"] if "sliding_window" in family.hf_defaults else None,
+        unsupported=unsupported,
+    )
+
+
+def _rope(
+    values: Mapping[str, Any],
+) -> tuple[float, Llama3RopeScaling | None, tuple[str, ...]]:
+    # transformers 5 writes rope_parameters; earlier releases rope_theta and rope_scaling.
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or values["rope_theta"]
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None, ()
+    if kind != "llama3":
+        return theta, None, (f"rope_type {kind!r}",)
+    scaling = Llama3RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_seq_len=rope["original_max_position_embeddings"],
+    )
+    return theta, scaling, ()

@@ -1,0 +1,110 @@
+"""A family's rules, written out for a model's sizes: which tensor is which."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from checkpointing.mapping.axis_ops import IDENTITY, AxisOp
+from checkpointing.mapping.family import Family
+from checkpointing.mapping.model_config import Dims
+from checkpointing.mapping.rules import (
+    LAYER,
+    Dropped,
+    Module,
+    Parameter,
+    Rule,
+    Tied,
+    expand,
+)
+
+
+@dataclass(frozen=True)
+class ModulePair:
+    """One native module and its foreign counterpart, by full names."""
+
+    native: str
+    foreign: str
+    module: Module
+    rule: Rule
+    dims: Dims
+
+    def to_foreign(self, tensor: Tensor, parameter: Parameter) -> Tensor:
+        """Carries a parameter's tensor from the native to the foreign layout; exact."""
+        for dim, op in self._ops(parameter):
+            tensor = op.to_foreign(tensor, dim, self.dims)
+        return tensor
+
+    def to_native(self, tensor: Tensor, parameter: Parameter) -> Tensor:
+        """The exact inverse of :meth:`to_foreign`."""
+        for dim, op in reversed(list(self._ops(parameter))):
+            tensor = op.to_native(tensor, dim, self.dims)
+        return tensor
+
+    def native_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Shape of a parameter in the native layout."""
+        return self.module.shape(parameter, self.dims)
+
+    def foreign_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Shape of a parameter in the foreign layout: the op, on a tensor without data."""
+        native = torch.empty(self.native_shape(parameter), device="meta")
+        return tuple(self.to_foreign(native, parameter).shape)
+
+    def _ops(self, parameter: Parameter) -> Iterator[tuple[int, AxisOp]]:
+        by_axis = {"out": self.rule.out, "in": self.rule.in_, "rank": IDENTITY}
+        for dim, axis in enumerate(parameter.axes):
+            yield dim, by_axis[axis]
+
+
+class Layout:
+    """All tensors of a model in the native and in one foreign layout.
+
+    Attributes:
+        family: the family.
+        format: name of the foreign format, a key of ``family.formats``.
+        dims: the model's sizes.
+        pairs: every module that a model of these sizes has, in the order of the decoder.
+    """
+
+    def __init__(self, family: Family, format: str, dims: Dims) -> None:
+        self.family = family
+        self.format = format
+        self.dims = dims
+        entries = family.formats[format]
+        self._rules = {rule.native: rule for rule in entries if isinstance(rule, Rule)}
+        self._ties = {tie.native: tie for tie in entries if isinstance(tie, Tied)}
+        self._dropped = [drop.foreign for drop in entries if isinstance(drop, Dropped)]
+        self.pairs = tuple(self._pairs())
+
+    def _pairs(self) -> Iterator[ModulePair]:
+        for layered, group in groupby(self.family.modules, key=lambda m: LAYER in m.name):
+            modules = list(group)
+            for layer in range(self.dims.layers) if layered else [0]:
+                for module in modules:
+                    if self.dims.tied and module.name in self._ties:
+                        continue
+                    rule = self._rules[module.name]
+                    native, foreign = (
+                        name.replace(LAYER, str(layer)) for name in (rule.native, rule.foreign)
+                    )
+                    yield ModulePair(native, foreign, module, rule, self.dims)
+
+    def parameters(self) -> Iterator[tuple[ModulePair, Parameter]]:
+        """Every tensor of the model, by its module and parameter."""
+        for pair in self.pairs:
+            for parameter in pair.module.parameters_for(self.dims):
+                yield pair, parameter
+
+    def copies(self) -> Iterator[tuple[str, ModulePair, bool]]:
+        """Of a tied model: foreign weight, the module it copies, whether the format stores it."""
+        if self.dims.tied:
+            by_name = {pair.native: pair for pair in self.pairs}
+            for tie in self._ties.values():
+                foreign = f"{self._rules[tie.native].foreign}.weight"
+                yield foreign, by_name[tie.to], tie.written
+
+    def ignored(self) -> set[str]:
+        """Foreign tensors that may be there and hold nothing of their own."""
+        return {name for pattern in self._dropped for name in expand(pattern, self.dims)}

@@ -1,0 +1,26 @@
+"""Progress bars, which short work does not show."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from checkpointing.storage.write import Progress
+
+_QUIET_SECONDS = 2.0
+
+
+@contextmanager
+def bytes_progress(description: str, total: int) -> Iterator[Progress]:
+    """A bar that counts bytes, shown once the work has taken two seconds."""
+    # Comes with huggingface_hub; imported here because `import checkpointing` shows no bar.
+    from tqdm.auto import tqdm
+
+    with tqdm(
+        total=total,
+        desc=description,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1000,
+        delay=_QUIET_SECONDS,
+        leave=False,
+    ) as bar:
+        yield bar.update

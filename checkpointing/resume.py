@@ -1,0 +1,136 @@
+"""Going on after a stop: the newest checkpoint, the recipe state, and which ones to keep."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from checkpointing.storage.commit import remove_directory
+from checkpointing.storage.manifest import read_manifest
+from checkpointing.storage.read import load_torch_file
+
+logger = logging.getLogger(__name__)
+
+RECIPE_STATE_NAME = "recipe_state.pt"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint in an output directory."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Grows with every checkpoint of a run: training step, epoch, time of saving."""
+        step, epoch = self.manifest.get("step"), self.manifest.get("epoch")
+        return (
+            -1 if step is None else step,
+            -1 if epoch is None else epoch,
+            self.manifest.get("saved_at_ns", 0),
+        )
+
+
+def saved_checkpoints(output_dir: Path) -> list[SavedCheckpoint]:
+    """The complete checkpoints in a directory, the newest last.
+
+    What a directory is called does not matter, and one without a manifest is none of ours. A
+    damaged one is left out, and said to be.
+    """
+    found = []
+    for directory in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
+        if directory.is_dir() and not directory.name.startswith("."):
+            try:
+                manifest = read_manifest(directory)
+            except CorruptCheckpointError as error:
+                logger.warning("not used: %s", error)
+                continue
+            if manifest is not None:
+                found.append(SavedCheckpoint(directory, manifest))
+    return sorted(found, key=lambda checkpoint: checkpoint.age)
+
+
+def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCheckpoint:
+    """The newest complete checkpoint of a directory, or just the one that is named.
+
+    Raises:
+        CheckpointNotFoundError: if there is none.
+        CorruptCheckpointError: if the named one is damaged.
+    """
+    if not isinstance(wanted, bool):
+        directory = Path(wanted)
+        manifest = read_manifest(directory)
+        if manifest is None:
+            raise CheckpointNotFoundError(
+                f"{directory}: is no checkpoint to resume from, it has no manifest.json"
+            )
+        return SavedCheckpoint(directory, manifest)
+    checkpoints = saved_checkpoints(output_dir)
+    if not checkpoints:
+        raise CheckpointNotFoundError(
+            f"{output_dir}: holds no complete checkpoint to resume from; check output_dir, or "
+            "start the run without resume_from_checkpoint"
+        )
+    return checkpoints[-1]
+
+
+def remove_old_checkpoints(output_dir: Path, keep: int, run_id: str, just_saved: Path) -> None:
+    """Keeps the newest checkpoints of a run and removes its older ones.
+
+    What another run saved, and what is no checkpoint, is never touched, nor is the one just saved.
+    """
+    own = [
+        checkpoint
+        for checkpoint in saved_checkpoints(output_dir)
+        if checkpoint.manifest.get("run_id") == run_id and checkpoint.directory != just_saved
+    ]
+    for checkpoint in own[: max(0, len(own) - (keep - 1))]:
+        remove_directory(checkpoint.directory)
+
+
+def load_recipe_state(path: Path) -> dict[str, Any]:
+    """The recipe state of a checkpoint; no code in the file is run.
+
+    Raises:
+        CheckpointNotFoundError: if the file is not there.
+        CorruptCheckpointError: if it is damaged or holds no dictionary.
+    """
+    state = load_torch_file(path, mmap=False)
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{path}: holds a {type(state).__name__}, no recipe state")
+    return state
+
+
+def check_recipe_state(state: Mapping[str, Any]) -> None:
+    """Checks that a recipe state can be read again without running code, before it is written.
+
+    Raises:
+        ConfigError: names the first value that is no tensor, number, string, or list or dictionary
+            of these.
+    """
+    _check_plain(state, "recipe state")
+
+
+# Exact types: a subclass, such as numpy's float64, is pickled as itself.
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+
+
+def _check_plain(value: object, where: str) -> None:
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():  # type: ignore[attr-defined]
+            _check_plain(key, f"{where}: a key")
+            _check_plain(item, f"{where}.{key}")
+    elif type(value) in (list, tuple, set):
+        for number, item in enumerate(value):  # type: ignore[arg-type]
+            _check_plain(item, f"{where}[{number}]")
+    elif type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
+        raise ConfigError(
+            f"{where}: a {type(value).__name__} cannot be saved so that it loads without running "
+            "code; turn it into tensors, numbers, strings, lists and dictionaries first"
+        )

@@ -1,0 +1,166 @@
+"""Lazy reading of tensor files: headers first, data when it is asked for.
+
+Nothing that a file holds is run: safetensors, or ``torch.load`` with ``weights_only=True``.
+"""
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpointing.mapping.tensors import StateDictSource, TensorMeta, TensorSource
+
+# The names in the safetensors format, by dtype: https://github.com/huggingface/safetensors
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+class SafetensorsSource:
+    """The tensors of one ``.safetensors`` file, as views of its memory map.
+
+    Raises:
+        CorruptCheckpointError: if the header is damaged or the file truncated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = safe_open(path, framework="pt")
+            self.metas = {name: self._meta(name) for name in self._file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise _corrupt(path, error) from error
+
+    def _meta(self, name: str) -> TensorMeta:
+        header = self._file.get_slice(name)
+        dtype = _DTYPE_BY_NAME.get(header.get_dtype())
+        if dtype is None:
+            raise CorruptCheckpointError(
+                f"{self._path}: {name} has dtype {header.get_dtype()}, which is not supported; "
+                f"convert it to one of {sorted(_DTYPE_BY_NAME)}"
+            )
+        return TensorMeta(tuple(header.get_shape()), dtype)
+
+    def read(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+
+def load_torch_file(path: Path, *, mmap: bool = True) -> Any:
+    """What a file of ``torch.save`` holds, on the CPU; no code in it is run.
+
+    Raises:
+        CheckpointNotFoundError: if the file is not there.
+        CorruptCheckpointError: if it is damaged, truncated, or would need to run code.
+    """
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        except RuntimeError as error:
+            # Files from before torch 1.6 are not zip archives, and cannot be mapped.
+            if not mmap or "mmap" not in str(error):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{path}: no such file") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, BadZipFile, ValueError) as error:
+        raise _corrupt(path, error) from error
+
+
+def _corrupt(path: Path, error: Exception) -> CorruptCheckpointError:
+    reason = str(error).strip().split("\n")[0]
+    return CorruptCheckpointError(
+        f"{path} ({path.stat().st_size} bytes): cannot be read ({reason}); "
+        "the file is damaged, truncated or no tensor file: get it anew"
+    )
+
+
+def open_tensor_file(path: Path) -> TensorSource:
+    """The tensors of a ``.safetensors`` file, or of a state dict that ``torch.save`` wrote.
+
+    Raises:
+        CheckpointNotFoundError: if the file is not there.
+        CorruptCheckpointError: if it cannot be read, or holds other things than tensors.
+    """
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"{path}: no such file")
+    if path.suffix == ".safetensors":
+        return SafetensorsSource(path)
+    content = load_torch_file(path)
+    if not isinstance(content, Mapping):
+        raise CorruptCheckpointError(
+            f"{path}: holds a {type(content).__name__}, not a state dict of names and tensors"
+        )
+    odd = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise CorruptCheckpointError(
+            f"{path}: not a flat state dict, no tensor under {odd[:5]}; if the weights are nested "
+            "in the file, save that inner dict as a file of its own"
+        )
+    return StateDictSource(content)
+
+
+class FilesSource:
+    """The tensors of several files as one source.
+
+    Attributes:
+        metas: of all files, in the order of the files.
+        file_of: the file that holds each tensor.
+
+    Raises:
+        CorruptCheckpointError: if a tensor stands in two files.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.metas: dict[str, TensorMeta] = {}
+        self.file_of: dict[str, Path] = {}
+        self._sources: dict[Path, TensorSource] = {}
+        for path in paths:
+            source = self._sources[path] = open_tensor_file(path)
+            twice = [name for name in source.metas if name in self.metas]
+            if twice:
+                raise CorruptCheckpointError(
+                    f"{path}: {twice[0]} (and {len(twice) - 1} more) also stands in "
+                    f"{self.file_of[twice[0]]}; name only the files of one checkpoint"
+                )
+            self.metas.update(source.metas)
+            self.file_of.update(dict.fromkeys(source.metas, path))
+
+    def read(self, name: str) -> Tensor:
+        return self._sources[self.file_of[name]].read(name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointNotFoundError: if the file is not there.
+        CorruptCheckpointError: if it is not JSON, or no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{path}: no such file") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: not valid JSON ({error}); get it anew") from error
+    if not isinstance(content, dict):
+        raise CorruptCheckpointError(f"{path}: holds no JSON object; get it anew")
+    return content

@@ -1,0 +1,20 @@
+"""The files beside the weights: config, tokenizer, licence."""
+
+from pathlib import Path
+
+# Weights in any format and their indexes, and what a checkpoint of ours holds for itself.
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx"}
+_OWN = {"adapter_config.json", "manifest.json"}
+
+
+def side_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint that are no weights, without folders and hidden files."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.suffix not in _WEIGHTS
+        and not path.name.endswith(".index.json")
+        and path.name not in _OWN
+    ]
