@@ -87,7 +87,8 @@ def to_peft(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "lora_alpha": config.alpha,
+        # Engines take it for a whole number, so it is written as one wherever it is.
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "target_modules": _target_modules(pairs, {pairs[module].foreign for module in written}),
         "lora_dropout": config.dropout,
         "bias": "none",

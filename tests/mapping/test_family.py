@@ -1,0 +1,51 @@
+from dataclasses import replace
+
+import pytest
+
+from checkpointing.families import FAMILIES, MODEL_TYPES
+from checkpointing.families.llama import LLAMA
+from checkpointing.mapping.layout import Layout
+from checkpointing.mapping.model_config import Dims
+from checkpointing.mapping.rules import Rule
+
+DIMS = Dims(layers=3, vocab=131, hidden=42, ffn=56, heads=6, kv_heads=2, head_dim=14)
+
+
+def changed(format: str, **change):
+    rules = LLAMA.formats[format]
+    return {**LLAMA.formats, format: change["rules"](rules)}
+
+
+def test_a_table_that_forgets_a_module_is_refused_when_it_is_made():
+    with pytest.raises(ValueError, match=r"rules for hf: not exactly one rule each: .*norm"):
+        replace(LLAMA, formats=changed("hf", rules=lambda rules: rules[:10] + rules[11:]))
+
+
+def test_a_table_that_names_a_tensor_twice_is_refused():
+    twice = Rule("output", "lm_head")
+    with pytest.raises(ValueError, match=r"rules for hf: named twice \['output'\]"):
+        replace(LLAMA, formats=changed("hf", rules=lambda rules: (*rules, twice)))
+
+
+def test_a_table_with_an_unknown_place_in_a_name_is_refused():
+    wrong = Rule("norm", "model.{block}.norm")
+    with pytest.raises(ValueError, match=r"unknown place \['model.{block}.norm'\]"):
+        replace(LLAMA, formats=changed("hf", rules=lambda rules: (*rules[:10], wrong, *rules[11:])))
+
+
+def test_a_rule_that_loses_the_layer_is_refused():
+    wrong = Rule("layers.{layer}.attn.q_proj", "model.q_proj")
+    with pytest.raises(ValueError, match="loses the layer"):
+        replace(LLAMA, formats=changed("hf", rules=lambda r: (r[0], wrong, *r[2:])))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_has_one_name_in_each_layout(family):
+    for name in FAMILIES[family].formats:
+        parameters = list(Layout(FAMILIES[family], name, DIMS).parameters())
+        assert len({f"{pair.native}.{p.native}" for pair, p in parameters}) == len(parameters)
+        assert len({f"{pair.foreign}.{p.foreign}" for pair, p in parameters}) == len(parameters)
+
+
+def test_every_model_type_of_torchtune_stands_for_a_family():
+    assert set(MODEL_TYPES.values()) <= set(FAMILIES)
