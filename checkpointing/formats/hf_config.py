@@ -1,11 +1,12 @@
 """Hugging Face's ``config.json``."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpointing.errors import ConfigError
-from checkpointing.formats.recognise import recognise, size_field
+from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
 from checkpointing.mapping.sizes import size_from_tensors
@@ -53,24 +54,26 @@ def parse_hf_config(
         ConfigError: if a size is missing, or no positive whole number.
     """
     values = {**family.hf_defaults, **config}
+    tensors = source.metas
     sizes = {
-        field: size_field(
-            path, key, values.get(key) or size_from_tensors(family, format, field, source.metas)
-        )
+        field: size_field(path, values, key, size_from_tensors(family, format, field, tensors))
         for field, key in _FIELDS.items()
     }
-    heads = size_field(path, "num_attention_heads", values.get("num_attention_heads"))
-    kv_heads = size_field(path, "num_key_value_heads", values.get("num_key_value_heads") or heads)
-    head_dim = size_field(path, "head_dim", values.get("head_dim") or sizes["hidden"] // heads)
+    heads = size_field(path, values, "num_attention_heads")
+    kv_heads = size_field(path, values, "num_key_value_heads", heads)
+    head_dim = size_field(path, values, "head_dim", sizes["hidden"] // heads)
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(
             f"{path}: {heads} heads must be a multiple of {kv_heads} key-value heads, and the "
             f"width of a head, {head_dim}, even"
         )
     tied = is_tied(family, format, source, config.get("tie_word_embeddings"), str(path.parent))
-    rope_theta, scaling, unsupported = _rope(values)
+    rope_theta, scaling, unsupported = _rope(path, values)
     if values["hidden_act"] not in ("silu", "swish"):
         unsupported += (f"hidden_act {values['hidden_act']!r}",)
+    window = None
+    if "sliding_window" in family.hf_defaults and values["sliding_window"] is not None:
+        window = size_field(path, values, "sliding_window")
     return ModelConfig(
         family=family.name,
         dims=Dims(
@@ -82,30 +85,32 @@ def parse_hf_config(
             attention_bias=bool(values["attention_bias"]),
             mlp_bias=bool(values["mlp_bias"]),
         ),
-        norm_eps=values["rms_norm_eps"],
+        norm_eps=number_field(path, values, "rms_norm_eps", family.hf_defaults["rms_norm_eps"]),
         rope_theta=rope_theta,
         rope_scaling=scaling,
-        max_seq_len=values["max_position_embeddings"],
-        sliding_window=values["sliding_window"] if "sliding_window" in family.hf_defaults else None,
+        max_seq_len=size_field(path, values, "max_position_embeddings"),
+        sliding_window=window,
         unsupported=unsupported,
     )
 
 
 def _rope(
-    values: Mapping[str, Any],
+    path: Path, values: Mapping[str, Any]
 ) -> tuple[float, Llama3RopeScaling | None, tuple[str, ...]]:
     # transformers 5 writes rope_parameters; earlier releases rope_theta and rope_scaling.
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or values["rope_theta"]
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{path}: rope_parameters or rope_scaling is {rope!r}, but no object")
+    theta = number_field(path, rope, "rope_theta", values["rope_theta"])
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None, ()
     if kind != "llama3":
         return theta, None, (f"rope_type {kind!r}",)
     scaling = Llama3RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_seq_len=rope["original_max_position_embeddings"],
+        factor=number_field(path, rope, "factor", math.nan),
+        low_freq_factor=number_field(path, rope, "low_freq_factor", math.nan),
+        high_freq_factor=number_field(path, rope, "high_freq_factor", math.nan),
+        original_max_seq_len=size_field(path, rope, "original_max_position_embeddings"),
     )
     return theta, scaling, ()

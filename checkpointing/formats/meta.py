@@ -13,7 +13,7 @@ from checkpointing.formats.base import (
     named_files,
     plan_foreign,
 )
-from checkpointing.formats.recognise import recognise, size_field
+from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
@@ -59,7 +59,7 @@ class MetaFormat:
         path = directory / PARAMS_NAME
         params = read_json(path)
         family = _family(path, model_type)
-        hidden = size_field(path, "dim", params.get("dim"))
+        hidden = size_field(path, params, "dim")
         layers = _layers(path, params, family, self.name, ranks[0])
         whole, cut_dims = join(family, self.name, layers, ranks, hidden, str(directory))
         config = parse_params(path, whole, self.name, model_type)
@@ -94,8 +94,8 @@ def _family(path: Path, model_type: str | None) -> Family:
 def _layers(
     path: Path, params: Mapping[str, Any], family: Family, format: str, source: TensorSource
 ) -> int:
-    found = params.get("n_layers") or size_from_tensors(family, format, "layers", source.metas)
-    return size_field(path, "n_layers", found)
+    found = size_from_tensors(family, format, "layers", source.metas)
+    return size_field(path, params, "n_layers", found)
 
 
 def parse_params(
@@ -115,32 +115,31 @@ def parse_params(
     """
     params = read_json(path)
     family = _family(path, model_type)
-    hidden = size_field(path, "dim", params.get("dim"))
-    heads = size_field(path, "n_heads", params.get("n_heads"))
+    hidden = size_field(path, params, "dim")
+    heads = size_field(path, params, "n_heads")
     vocab = size_from_tensors(family, format, "vocab", source.metas)
     ffn = size_from_tensors(family, format, "ffn", source.metas)
     said = params.get("vocab_size", -1)
     # Llama 2 writes -1 and leaves the size to the tokenizer.
-    if said > 0 and vocab is not None and said != vocab:
-        raise ConfigError(f"{path}: vocab_size is {said}, but the embedding has {vocab} rows")
-    factor = params.get("rope_scaling_factor") or _ROPE_FACTORS.get(
-        (model_type or "").upper(), _ROPE_FACTOR
-    )
+    if said not in (-1, vocab):
+        raise ConfigError(f"{path}: vocab_size is {said!r}, but the embedding has {vocab} rows")
+    usual_factor = _ROPE_FACTORS.get((model_type or "").upper(), _ROPE_FACTOR)
+    factor = number_field(path, params, "rope_scaling_factor", usual_factor)
     scaled = bool(params.get("use_scaled_rope", False))
     return ModelConfig(
         family=family.name,
         dims=Dims(
             layers=_layers(path, params, family, format, source),
-            vocab=size_field(path, "vocab_size", vocab),
+            vocab=size_field(path, {}, "vocab_size", vocab),
             hidden=hidden,
-            ffn=size_field(path, "feed-forward width", ffn),
+            ffn=size_field(path, {}, "feed-forward width", ffn),
             heads=heads,
-            kv_heads=size_field(path, "n_kv_heads", params.get("n_kv_heads") or heads),
-            head_dim=size_field(path, "head_dim", params.get("head_dim") or hidden // heads),
+            kv_heads=size_field(path, params, "n_kv_heads", heads),
+            head_dim=size_field(path, params, "head_dim", hidden // heads),
             tied=is_tied(family, format, source, None, str(path.parent)),
         ),
-        norm_eps=params.get("norm_eps", 1e-5),
-        rope_theta=params.get("rope_theta", 10000.0),
+        norm_eps=number_field(path, params, "norm_eps", 1e-5),
+        rope_theta=number_field(path, params, "rope_theta", 10000.0),
         rope_scaling=Llama3RopeScaling(factor, 1.0, 4.0, _SHORT_CONTEXT) if scaled else None,
         max_seq_len=_LONG_CONTEXT if scaled else _SHORT_CONTEXT,
     )

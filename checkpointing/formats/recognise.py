@@ -1,7 +1,10 @@
-"""What a model's config file must say: its family, and sizes that are numbers."""
+"""What a model's config file must say: its family, and numbers that are numbers."""
 
 import difflib
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from checkpointing.errors import ConfigError
 from checkpointing.families import FAMILIES, MODEL_TYPES
@@ -52,12 +55,29 @@ def _family_of(model_type: str) -> str:
     return family
 
 
-def size_field(path: Path, key: str, value: object) -> int:
-    """A size that a config file gives.
+def size_field(
+    path: Path, values: Mapping[str, Any], key: str, otherwise: int | None = None
+) -> int:
+    """A size in a config file; where it is missing or null, the other value.
 
     Raises:
-        ConfigError: if it is missing or no positive whole number.
+        ConfigError: if it is no positive whole number.
     """
+    value = values.get(key)
+    value = otherwise if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(f"{path}: {key} is {value!r}, but must be a positive whole number")
+    return value
+
+
+def number_field(path: Path, values: Mapping[str, Any], key: str, otherwise: float) -> float:
+    """A positive number in a config file; where it is missing or null, the other value.
+
+    Raises:
+        ConfigError: if it is no positive number.
+    """
+    value = values.get(key)
+    value = otherwise if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{path}: {key} is {value!r}, but must be a positive number")
     return value

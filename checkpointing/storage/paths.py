@@ -16,7 +16,8 @@ def inside(directory: Path, name: str, named_by: Path) -> Path:
     Raises:
         UnsafePathError: if the name is a path to somewhere else.
     """
-    if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name:
+    plain = isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+    if not plain or "\\" in name:
         raise UnsafePathError(
             f"{named_by}: names the file {name!r}, which is not a plain file name in {directory}; "
             "the file is damaged or was made to mislead: get the checkpoint anew"
