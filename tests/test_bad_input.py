@@ -204,7 +204,7 @@ def test_a_model_type_that_contradicts_the_config(single):
 
 
 def test_an_unknown_model_type_gets_the_nearest_name(single):
-    refused(ConfigError, single, "did you mean LLAMA3_2", model_type="LLAMA32")
+    refused(ConfigError, single, "did you mean 'LLAMA3_2'", model_type="LLAMA32")
 
 
 def test_a_config_that_names_no_family(single):

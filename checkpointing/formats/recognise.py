@@ -1,6 +1,5 @@
 """What a model's config file must say: its family, and numbers that are numbers."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from checkpointing.errors import ConfigError
 from checkpointing.families import FAMILIES, MODEL_TYPES
 from checkpointing.mapping.family import Family
+from checkpointing.nearest import hint
 
 
 def recognise(config_file: Path, config_says: str | None, model_type: str | None) -> Family:
@@ -47,11 +47,7 @@ def _family_of(model_type: str) -> str:
         return model_type
     family = MODEL_TYPES.get(model_type.upper())
     if family is None:
-        nearest = difflib.get_close_matches(model_type.upper(), MODEL_TYPES, 1, 0.0)
-        raise ConfigError(
-            f"model_type: {model_type!r} is unknown, did you mean {nearest[0]}? "
-            f"Known are {', '.join(MODEL_TYPES)}"
-        )
+        raise ConfigError(f"model_type: {model_type!r} is unknown, {hint(model_type, MODEL_TYPES)}")
     return family
 
 

@@ -1,0 +1,73 @@
+"""The documents say what the code does: their commands and code blocks are run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import write_hf
+from tests.training.peers import config, hf_model
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(path: str, language: str) -> list[str]:
+    """The code blocks of a document, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+
+
+def test_continuous_integration_runs_the_readmes_test_command_to_the_letter():
+    command = next(line for line in README.splitlines() if "pytest" in line and "&&" in line)
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_each_of_the_two_commands_is_one_line_that_sets_up_all_it_needs():
+    commands = [block for block in blocks("README.md", "bash") if "python3 -m venv" in block]
+    assert len(commands) == 2
+    assert all(len(command.strip().splitlines()) == 1 for command in commands)
+
+
+def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
+    write_hf(hf_model(config()), tmp_path / "base")
+    code = blocks("docs/checkpointers.md", "python")
+    assert len(code) == 3
+    for block in code:
+        run = subprocess.run(
+            [sys.executable, "-c", block],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+    assert (tmp_path / "out" / "lora" / "epoch_0" / "merged" / "config.json").exists()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/checkpointers.md", "docs/architecture.md"])
+def test_links_between_the_documents_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
+        assert ((ROOT / document).parent / target).exists(), target
+
+
+def tune_commands() -> list[list[str]]:
+    lines = [line for block in blocks("README.md", "bash") for line in block.splitlines()]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [shlex.split(part)[1:] for part in parts if part.startswith(".venv/bin/tune")]
+
+
+@pytest.mark.parametrize("command", tune_commands(), ids=" ".join)
+def test_every_tune_command_of_the_readme_is_one_that_the_parser_takes(command):
+    from checkpointing.cli.main import build_parser
+
+    args = build_parser().parse_args(command)
+    if command[0] in ("run", "cp"):
+        names = {"run": getattr(args, "recipe", ""), "cp": command[1]}
+        shipped = {path.stem for path in ROOT.glob("recipes/*.py")} | {
+            path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+            for path in ROOT.glob("configs/*/*.yaml")
+        }
+        assert names[command[0]] in shipped
