@@ -329,3 +329,21 @@ def test_saving_keeps_one_tensor_in_memory_and_not_the_model(tmp_path):
     merged.read = counted
     checkpointer.save_checkpoint({"model": merged}, epoch=0)
     assert len(alive) == 4 * CONFIG.dims.layers and most <= 2
+
+
+def test_an_exception_in_the_middle_of_a_save_leaves_the_model_as_it_was(name, base):
+    weights = {n: t.clone() for n, t in make(name, base).load_checkpoint()["model"].items()}
+    before = {n: t.clone() for n, t in weights.items()}
+    state = adapter_state(weights)
+    read = state["model"].read
+
+    def fails_at_the_last(name):
+        if name == "norm.scale":
+            raise RuntimeError("interrupted")
+        return read(name)
+
+    state["model"].read = fails_at_the_last
+    with pytest.raises(RuntimeError, match="interrupted"):
+        make(name, base).save_checkpoint(state, epoch=0)
+    assert_same_tensors(weights, before)
+    assert list((base.parent / "out").iterdir()) == []
