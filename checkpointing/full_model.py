@@ -84,7 +84,7 @@ class FullModelCheckpointer:
                 "give 1 or more, or leave it out to keep all"
             )
         self._check_directories()
-        self._files = self._format.find_files(self._checkpoint_dir, checkpoint_files)
+        self._files = self._find_weights(checkpoint_files, bool(resume))
         self._resumed: SavedCheckpoint | None = None
         if self._output_dir is not None:
             recover(self._output_dir)
@@ -111,6 +111,15 @@ class FullModelCheckpointer:
                 f"output_dir {output} and checkpoint_dir {self._checkpoint_dir} lie in each other; "
                 "choose an output_dir elsewhere, so that no save can overwrite what was loaded"
             )
+
+    def _find_weights(self, checkpoint_files: CheckpointFiles, resume: bool) -> list[Path]:
+        try:
+            return self._format.find_files(self._checkpoint_dir, checkpoint_files)
+        except CheckpointNotFoundError:
+            # Who resumes a full run of torchtune names its files in output_dir.
+            if not resume or checkpoint_files is None or self._output_dir is None:
+                raise
+            return self._format.find_files(self._output_dir, checkpoint_files)
 
     def _locate_resumed(
         self, directory: Path, resume: bool | str | Path, recipe_checkpoint: str | Path | None

@@ -75,7 +75,8 @@ def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCh
     if not checkpoints:
         raise CheckpointNotFoundError(
             f"{output_dir}: holds no complete checkpoint to resume from; check output_dir, or "
-            "start the run without resume_from_checkpoint"
+            "start the run without resume_from_checkpoint. To go on from checkpoints of torchtune, "
+            "which have no manifest, name its recipe_checkpoint and adapter_checkpoint"
         )
     return checkpoints[-1]
 

@@ -46,9 +46,10 @@ class HFFormat:
     def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
         raw, family = read_hf_config(directory, model_type)
         source = FilesSource(files)
-        _check_index(files, source)
         config = parse_hf_config(directory / CONFIG_NAME, raw, family, self.name, source)
-        plan = plan_to_native(Layout(family, self.name, config.dims), source.metas, str(directory))
+        layout = Layout(family, self.name, config.dims)
+        _check_index(files, source, layout.optional())
+        plan = plan_to_native(layout, source.metas, str(directory))
         return OpenModel(plan.over(source), config)
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
@@ -65,8 +66,11 @@ class HFFormat:
         (directory / name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_index(files: Sequence[Path], source: FilesSource) -> None:
-    """Finds an index that does not tell where the tensors are."""
+def _check_index(files: Sequence[Path], source: FilesSource, optional: set[str]) -> None:
+    """Finds an index that does not tell where the tensors are.
+
+    An optional tensor may be in the index and in no file: torchtune leaves such entries.
+    """
     names = {path.name for path in files}
     for index_name in (SAFETENSORS_INDEX, TORCH_INDEX):
         index = files[0].parent / index_name
@@ -76,6 +80,7 @@ def _check_index(files: Sequence[Path], source: FilesSource) -> None:
             f"{tensor} (not in {file})"
             for tensor, file in read_index(index).items()
             if file in names
+            and not (tensor in optional and tensor not in source.file_of)
             and (tensor not in source.file_of or source.file_of[tensor].name != file)
         ]
         if wrong:

@@ -105,6 +105,7 @@ class Layout:
                 foreign = f"{self._rules[tie.native].foreign}.weight"
                 yield foreign, by_name[tie.to], tie.written
 
-    def ignored(self) -> set[str]:
+    def optional(self) -> set[str]:
         """Foreign tensors that may be there and hold nothing of their own."""
-        return {name for pattern in self._dropped for name in expand(pattern, self.dims)}
+        dropped = {name for pattern in self._dropped for name in expand(pattern, self.dims)}
+        return dropped | {foreign for foreign, _, _ in self.copies()}

@@ -105,8 +105,7 @@ def plan_to_native(layout: Layout, foreign: Mapping[str, TensorMeta], subject: s
             pair.native_shape(parameter),
             partial(pair.to_native, parameter=parameter),
         )
-    ignored = layout.ignored() | {foreign_copy for foreign_copy, _, _ in layout.copies()}
-    return builder.finish(subject, ignored, _remedy(layout))
+    return builder.finish(subject, layout.optional(), _remedy(layout))
 
 
 def plan_to_foreign(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> Plan:

@@ -1,13 +1,17 @@
 """Makes the environment in which the real torchtune runs, beside the wheel of this checkout."""
 
+import hashlib
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).with_name("torchtune-requirements.txt")
 ENVIRONMENT = ROOT / ".venv-torchtune"
-STAMP = ENVIRONMENT / "stamp.txt"
+PYTHON = ENVIRONMENT / "bin" / "python"
 
 
 def build_wheel(directory: Path) -> Path:
@@ -21,20 +25,39 @@ def build_wheel(directory: Path) -> Path:
 def torchtune_environment(wheel: Path) -> Path:
     """The python of an environment with torchtune, its requirements and the wheel.
 
-    It is kept from session to session for as long as the versions stay the same; the wheel is
-    installed anew every time.
+    It is kept from session to session for as long as the versions stay the same, and the wheel in
+    it for as long as that does. Sessions that run at the same time wait for each other.
     """
-    python = ENVIRONMENT / "bin" / "python"
+    name = hashlib.sha256(str(ENVIRONMENT).encode()).hexdigest()[:16]
+    with FileLock(Path(tempfile.gettempdir()) / f"torchtune-environment-{name}.lock"):
+        _install_torchtune()
+        _install_wheel(wheel)
+    return PYTHON
+
+
+def _install_torchtune() -> None:
     constraints = _constraints()
     stamp = f"{sys.version}\n{REQUIREMENTS.read_text()}\n{constraints}"
-    if not STAMP.is_file() or STAMP.read_text() != stamp:
+    file = ENVIRONMENT / "versions.txt"
+    if not _says(file, stamp):
         run(sys.executable, "-m", "venv", "--clear", ENVIRONMENT)
-        file = ENVIRONMENT / "constraints.txt"
-        file.write_text(constraints)
-        run(python, "-m", "pip", "install", "-c", file, "-r", REQUIREMENTS, "torch")
-        STAMP.write_text(stamp)
-    run(python, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel)
-    return python
+        constraints_file = ENVIRONMENT / "constraints.txt"
+        constraints_file.write_text(constraints)
+        run(PYTHON, "-m", "pip", "install", "-c", constraints_file, "-r", REQUIREMENTS, "torch")
+        file.write_text(stamp)
+
+
+def _install_wheel(wheel: Path) -> None:
+    stamp = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    file = ENVIRONMENT / "wheel.txt"
+    if not _says(file, stamp):
+        file.unlink(missing_ok=True)
+        run(PYTHON, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel)
+        file.write_text(stamp)
+
+
+def _says(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_text() == text
 
 
 def _constraints() -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import checkpointing
 from tests.peers.models import (
@@ -104,6 +105,36 @@ def test_the_files_of_torchtune_are_found_by_their_index(torchtune, tmp_path):
         loaded = checkpointing.FullModelHFCheckpointer(out / "epoch_0").load_checkpoint()
 
         assert_same_tensors(loaded["model"], native)
+
+
+@pytest.mark.parametrize(
+    ("model", "extra"),
+    [
+        (LLAMA2, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (LLAMA3_2, "lm_head.weight"),
+    ],
+    ids=["RoPE table", "copy of the embedding"],
+)
+def test_an_index_of_torchtune_may_name_what_it_did_not_write(model, extra, torchtune, tmp_path):
+    base = hf_base(tmp_path / "base", model)
+    tensors = {n: t for name in base.files for n, t in load_file(base.directory / name).items()}
+    tensors[extra] = (
+        tensors["model.embed_tokens.weight"].clone() if "head" in extra else torch.rand(4)
+    )
+    for name in base.files:
+        (base.directory / name).unlink()
+    (base.directory / "model.safetensors.index.json").unlink()
+    save_file(tensors, base.directory / "model.safetensors")
+    native = random_native(model.config)
+    arguments = base.arguments(tmp_path / "out", checkpoint_files=["model.safetensors"])
+    torchtune.save(HF, {"model": native}, arguments)
+    written = tmp_path / "out" / "epoch_0"
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    assert extra in index["weight_map"]
+
+    loaded = checkpointing.FullModelHFCheckpointer(written).load_checkpoint()
+
+    assert_same_tensors(loaded["model"], native)
 
 
 def test_bin_files_that_are_written_here_load_in_torchtune(torchtune, tmp_path):

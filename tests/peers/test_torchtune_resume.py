@@ -76,3 +76,25 @@ def test_a_full_run_of_torchtune_goes_on_here_in_another_output_dir(torchtune, t
 
     assert_same_tensors(found.pop("model"), native)
     assert_same(found, kept)
+
+
+def test_a_full_run_of_torchtune_goes_on_here_from_the_files_named_in_its_output_dir(
+    torchtune, tmp_path
+):
+    base = hf_base(tmp_path / "base", LLAMA3)
+    native = random_native(LLAMA3.config)
+    kept = recipe_state(native)
+    out = tmp_path / "out"
+    torchtune.save(HF, {"model": native, **kept}, base.arguments(out), intermediate_checkpoint=True)
+    arguments = base.arguments(
+        out,
+        checkpoint_files=[f"epoch_0/{name}" for name in base.files],
+        should_load_recipe_state=True,
+        recipe_checkpoint="recipe_state/recipe_state.pt",
+    )
+    assert_same_tensors(torchtune.load(HF, **arguments)["model"], native)
+
+    found = checkpointing.FullModelHFCheckpointer(**arguments).load_checkpoint()
+
+    assert_same_tensors(found.pop("model"), native)
+    assert_same(found, kept)

@@ -4,6 +4,7 @@ Reads requests from standard input, one JSON object a line, and answers each wit
 dicts travel as files of ``torch.save``.
 """
 
+import gc
 import inspect
 import json
 import os
@@ -126,6 +127,8 @@ def main():
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
+    # torchtune collects garbage after every file that it reads; what was imported is none.
+    gc.freeze()
     functions = {function.__name__: function for function in FUNCTIONS}
     for line in sys.stdin:
         request = json.loads(line)
