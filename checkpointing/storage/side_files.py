@@ -5,6 +5,8 @@ from pathlib import Path
 # Weights in any format and their indexes, and what a checkpoint of ours holds for itself.
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx"}
 _OWN = {"adapter_config.json", "manifest.json"}
+# The base's model card is not true of what was trained from it.
+_CARD = "readme.md"
 
 
 def side_files(directory: Path) -> list[Path]:
@@ -17,4 +19,5 @@ def side_files(directory: Path) -> list[Path]:
         and path.suffix not in _WEIGHTS
         and not path.name.endswith(".index.json")
         and path.name not in _OWN
+        and path.name.lower() != _CARD
     ]

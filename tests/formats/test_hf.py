@@ -263,6 +263,7 @@ def test_side_files_travel_with_the_weights_and_other_weights_do_not(tmp_path):
     base = write_hf(hf_model(CONFIG), tmp_path / "base")
     (base / "tokenizer.json").write_text("{}")
     (base / "LICENSE").write_text("free")
+    (base / "README.md").write_text("a card that speaks of the base")
     (base / "model.gguf").write_text("other weights")
     (base / "consolidated.00.pth").write_text("other weights")
     (base / "original").mkdir()

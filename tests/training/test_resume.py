@@ -155,6 +155,22 @@ def test_other_data_in_mid_epoch_is_refused(base, tmp_path):
         run("full", base, tmp_path, "resume_from_checkpoint=True", f"dataset.source={other}")
 
 
+def test_other_accumulation_is_refused_in_mid_epoch_but_not_between_epochs(base, tmp_path):
+    other = ("resume_from_checkpoint=True", "gradient_accumulation_steps=3")
+    run_until(4, "full", base, tmp_path / "mid", SAVING)
+    with pytest.raises(ConfigError, match="another gradient_accumulation_steps than 2"):
+        run("full", base, tmp_path / "mid", *other)
+    run("full", base, tmp_path / "end", "epochs=1")
+    run("full", base, tmp_path / "end", *other)
+    assert sorted(metrics(tmp_path / "end")) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_full_recipe_does_not_pass_over_an_adapter(base, tmp_path):
+    run("lora", base, tmp_path, "epochs=1")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        run("full", base, tmp_path, "resume_from_checkpoint=True")
+
+
 def test_the_adapter_of_another_run_can_be_trained_on_afresh(base, tmp_path):
     run("lora", base, tmp_path / "first", "epochs=1")
     adapter = f"checkpointer.adapter_checkpoint={tmp_path}/first/epoch_0/adapter_model.pt"

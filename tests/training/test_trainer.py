@@ -208,6 +208,18 @@ def test_the_end_of_a_run_says_where_the_checkpoint_is_and_what_to_do(base, tmp_
     assert "resume_from_checkpoint=True epochs=2" in out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_compiled_run_has_the_losses_of_a_plain_one(base, tmp_path, kind):
+    dropout = ["model.lora_dropout=0.0"] if kind == "lora" else []
+    run(kind, base, tmp_path / "plain", *dropout)
+    run(kind, base, tmp_path / "compiled", *dropout, "compile=True")
+    plain, compiled = metrics(tmp_path / "plain"), metrics(tmp_path / "compiled")
+    assert plain.keys() == compiled.keys()
+    for step, line in plain.items():
+        assert compiled[step] == pytest.approx(line, rel=1e-3)
+
+
 def test_the_random_state_is_restored_for_torch_python_and_numpy(tmp_path):
     def draw():
         return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.rand()

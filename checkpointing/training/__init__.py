@@ -1,0 +1,72 @@
+"""A small native trainer: what the recipes are made of."""
+
+from checkpointing.training.batches import Batch, BatchLoader
+from checkpointing.training.components import instantiate
+from checkpointing.training.data import InstructDataset, demo_dataset
+from checkpointing.training.decoder import TransformerDecoder, build_decoder
+from checkpointing.training.lora import (
+    DoRALinear,
+    LoRALinear,
+    adapter_config_from_recipe,
+    adapter_state_dict,
+    add_adapter,
+    base_state_dict,
+    check_same_adapter,
+    load_adapter,
+)
+from checkpointing.training.metric_logging import (
+    DiskLogger,
+    MetricLogger,
+    StdoutLogger,
+    TensorBoardLogger,
+    WandBLogger,
+)
+from checkpointing.training.report import next_steps
+from checkpointing.training.rng import set_seed
+from checkpointing.training.rows import DatasetError
+from checkpointing.training.schedule import get_cosine_schedule_with_warmup
+from checkpointing.training.settings import (
+    get_device,
+    get_dtype,
+    get_seed,
+    require,
+    training_options,
+)
+from checkpointing.training.tokenizer import ChatTokenizer
+from checkpointing.training.trainer import NonFiniteLossError, Trainer, TrainingOptions
+
+__all__ = [
+    "Batch",
+    "BatchLoader",
+    "ChatTokenizer",
+    "DatasetError",
+    "DiskLogger",
+    "DoRALinear",
+    "InstructDataset",
+    "LoRALinear",
+    "MetricLogger",
+    "NonFiniteLossError",
+    "StdoutLogger",
+    "TensorBoardLogger",
+    "Trainer",
+    "TrainingOptions",
+    "TransformerDecoder",
+    "WandBLogger",
+    "adapter_config_from_recipe",
+    "adapter_state_dict",
+    "add_adapter",
+    "base_state_dict",
+    "build_decoder",
+    "check_same_adapter",
+    "demo_dataset",
+    "get_cosine_schedule_with_warmup",
+    "get_device",
+    "get_dtype",
+    "get_seed",
+    "instantiate",
+    "load_adapter",
+    "next_steps",
+    "require",
+    "set_seed",
+    "training_options",
+]

@@ -1,0 +1,250 @@
+"""LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) on the linear layers of the native decoder."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from checkpointing.adapters.config import AdapterConfig
+from checkpointing.errors import ConfigError, TensorMismatchError
+from checkpointing.nearest import hint
+from checkpointing.training.decoder import TransformerDecoder
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "output_proj")
+MLP_MODULES = ("w1", "w2", "w3")
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with a trained low-rank update: ``W x + scale * B A x``.
+
+    ``A`` and ``B`` are fp32 whatever the dtype of ``W``, so that small steps of the optimizer are
+    not lost; they are cast to the dtype of ``x`` to be multiplied with it. ``A`` starts random and
+    ``B`` at zero, so that the update starts at zero.
+
+    Args:
+        base: its weight ``[out, in]`` and bias are taken over and frozen.
+        rank: rows of ``A [rank, in]`` and columns of ``B [out, rank]``.
+        scale: factor of the update.
+        dropout: probability of dropping an input element of ``A`` in training.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.weight = base.weight.requires_grad_(False)
+        self.bias = None if base.bias is None else base.bias.requires_grad_(False)
+        self.scale = scale
+        self.dropout = nn.Dropout(dropout)
+        own: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False, **own)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False, **own)
+        nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
+        return F.linear(x, self.weight, self.bias) + self._update(self.dropout(x))
+
+    def _update(self, x: Tensor) -> Tensor:
+        down = F.linear(x, self.lora_a.weight.type_as(x))
+        return self.scale * F.linear(down, self.lora_b.weight.type_as(x))
+
+
+class DoRALinear(LoRALinear):
+    """A frozen linear layer whose direction and row norms are trained apart.
+
+    ``m * (W + scale * B A) / ||W + scale * B A|| x`` with the norm of each output row. The norm is
+    a constant to the gradient (section 4.3 of the paper). With dropout only the change that the
+    adapter makes sees the dropped input, as in PEFT.
+
+    Args:
+        base: as for :class:`LoRALinear`; its row norms are the first magnitudes ``m [out]``.
+        rank: as for :class:`LoRALinear`.
+        scale: as for :class:`LoRALinear`.
+        dropout: as for :class:`LoRALinear`.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+        super().__init__(base, rank, scale, dropout)
+        self.magnitude = nn.Parameter(base.weight.detach().float().norm(dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
+        ratio = (self.magnitude / self._row_norms()).type_as(x)
+        if self.training and self.dropout.p > 0:
+            dropped = self.dropout(x)
+            change = (ratio - 1) * F.linear(dropped, self.weight) + ratio * self._update(dropped)
+            return F.linear(x, self.weight, self.bias) + change
+        result = ratio * (F.linear(x, self.weight) + self._update(x))
+        return result if self.bias is None else result + self.bias
+
+    @torch.no_grad()
+    def _row_norms(self) -> Tensor:
+        update = self.lora_b.weight @ self.lora_a.weight
+        return torch.add(self.weight.float(), update, alpha=self.scale).norm(dim=1)
+
+
+def add_adapter(model: TransformerDecoder, config: AdapterConfig) -> None:
+    """Freezes a decoder and puts a fresh adapter on its target modules, in place.
+
+    Args:
+        model: with its weights loaded.
+        config: target modules, rank, scale, dropout, and whether it is DoRA.
+
+    Raises:
+        ConfigError: if a target or a name in a pattern is not a linear layer of the model.
+    """
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    _check_targets(model, config, linears)
+    model.requires_grad_(False)
+    layer = DoRALinear if config.use_dora else LoRALinear
+    for name, linear in linears.items():
+        parent, _, last = name.rpartition(".")
+        if last in config.target_modules:
+            adapted = layer(linear, config.rank(name), config.scale(name), config.dropout)
+            setattr(model.get_submodule(parent), last, adapted)
+
+
+def _check_targets(
+    model: TransformerDecoder, config: AdapterConfig, linears: Mapping[str, nn.Linear]
+) -> None:
+    if "output" in config.target_modules and model.output is None:
+        raise ConfigError(
+            "an adapter on `output` is not possible: this model's output projection is tied to "
+            "its token embedding; set model.apply_lora_to_output=False"
+        )
+    known = {name.rpartition(".")[2] for name in linears}
+    for target in config.target_modules:
+        _check_name(target, known, "lora target")
+    adapted = {name for name in linears if name.rpartition(".")[2] in config.target_modules}
+    for name in (*config.rank_pattern, *config.alpha_pattern):
+        _check_name(name, adapted, "module in rank_pattern or alpha_pattern")
+
+
+def _check_name(name: str, known: set[str], what: str) -> None:
+    if name not in known:
+        names = f" (of {', '.join(sorted(known))})" if len(known) <= 8 else ""
+        raise ConfigError(f"unknown {what} {name!r}; {hint(name, known)}{names}")
+
+
+def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            yield f"{name}.lora_a.weight", module.lora_a.weight
+            yield f"{name}.lora_b.weight", module.lora_b.weight
+            if isinstance(module, DoRALinear):
+                yield f"{name}.magnitude", module.magnitude
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's tensors by native name; they share memory with the model."""
+    return {name: parameter.detach() for name, parameter in _adapter_parameters(model)}
+
+
+def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The weights without the adapter, by native name; they share memory with the model."""
+    adapter = dict(_adapter_parameters(model))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in adapter}
+
+
+def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copies a saved adapter into the model's.
+
+    Raises:
+        TensorMismatchError: if tensors are missing, unexpected or misshapen; all in one error.
+    """
+    own = dict(_adapter_parameters(model))
+    problems = [f"{name}: missing from the saved adapter" for name in own if name not in tensors]
+    problems += [f"{name}: not in the adapter of this run" for name in tensors if name not in own]
+    for name in own:
+        if name in tensors and tensors[name].shape != own[name].shape:
+            saved, here = list(tensors[name].shape), list(own[name].shape)
+            problems.append(f"{name}: saved with shape {saved}, here {here}")
+    if problems:
+        raise TensorMismatchError(
+            "the saved adapter does not fit the adapter of this run",
+            problems,
+            "Use the same model.lora_* and use_dora settings as the run that saved it.",
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+
+
+def adapter_config_from_recipe(model: Mapping[str, Any]) -> AdapterConfig:
+    """The adapter that the ``model`` section of a recipe's config asks for.
+
+    Args:
+        model: ``lora_attn_modules`` (required), ``apply_lora_to_mlp`` (False),
+            ``apply_lora_to_output`` (False), ``lora_rank`` (8), ``lora_alpha`` (16),
+            ``lora_dropout`` (0), ``use_dora`` (False), ``use_rslora`` (False).
+
+    Raises:
+        ConfigError: if a key is missing or unknown, or a value is not possible.
+    """
+    defaults = {
+        "lora_attn_modules": None,
+        "apply_lora_to_mlp": False,
+        "apply_lora_to_output": False,
+        "lora_rank": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    for key in model:
+        _check_name(str(key), set(defaults), "key in section `model` of the config:")
+    given = {**defaults, **{str(key): value for key, value in model.items()}}
+    if given["lora_attn_modules"] is None:
+        raise ConfigError(
+            "model.lora_attn_modules is missing: list the attention projections that get an "
+            f"adapter, of {list(ATTENTION_MODULES)}; an empty list for none"
+        )
+    attention = tuple(given["lora_attn_modules"])
+    for name in attention:
+        _check_name(name, set(ATTENTION_MODULES), "name in model.lora_attn_modules:")
+    targets = attention
+    targets += MLP_MODULES if given["apply_lora_to_mlp"] else ()
+    targets += ("output",) if given["apply_lora_to_output"] else ()
+    if not targets:
+        raise ConfigError("section `model` of the config: no module gets an adapter")
+    if given["lora_rank"] < 1:
+        raise ConfigError(f"model.lora_rank={given['lora_rank']}: must be at least 1")
+    if not 0 <= (given["lora_dropout"] or 0) < 1:
+        raise ConfigError(f"model.lora_dropout={given['lora_dropout']}: must be in [0, 1)")
+    return AdapterConfig(
+        r=given["lora_rank"],
+        alpha=float(given["lora_alpha"]),
+        target_modules=targets,
+        dropout=float(given["lora_dropout"] or 0),
+        use_dora=bool(given["use_dora"]),
+        use_rslora=bool(given["use_rslora"]),
+    )
+
+
+def check_same_adapter(saved: Mapping[str, Any], config: AdapterConfig) -> None:
+    """Makes sure that this run means by a loaded adapter what the run that saved it meant.
+
+    Only the dropout may differ: the others decide what the tensors stand for.
+
+    Args:
+        saved: the ``adapter_config`` of the state dict that was loaded.
+        config: of this run.
+
+    Raises:
+        ConfigError: with each setting that differs.
+    """
+    was, own = AdapterConfig.from_state(saved).to_state(), config.to_state()
+    differing = [
+        f"{key} was {was[key]!r} and is {value!r}"
+        for key, value in own.items()
+        if key != "lora_dropout" and was[key] != value
+    ]
+    if differing:
+        raise ConfigError(
+            "the adapter that is loaded was trained with other settings: "
+            f"{'; '.join(differing)}. Set section `model` of the config to them, or start afresh "
+            "in another output_dir"
+        )

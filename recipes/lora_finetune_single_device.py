@@ -1,0 +1,126 @@
+"""LoRA or DoRA fine-tuning on one device: the base is frozen, only the adapter is trained.
+
+Copy this file, change it, and run it by its path. It reads top to bottom.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from checkpointing.adapters import MergedStateDict
+from checkpointing.training import (
+    BatchLoader,
+    Trainer,
+    adapter_config_from_recipe,
+    adapter_state_dict,
+    add_adapter,
+    base_state_dict,
+    build_decoder,
+    check_same_adapter,
+    get_device,
+    get_dtype,
+    get_seed,
+    instantiate,
+    load_adapter,
+    next_steps,
+    require,
+    set_seed,
+    training_options,
+)
+
+CONFIG_KEYS = frozenset(
+    {
+        "output_dir",
+        "model",
+        "model.lora_attn_modules",
+        "model.apply_lora_to_mlp",
+        "model.apply_lora_to_output",
+        "model.lora_rank",
+        "model.lora_alpha",
+        "model.lora_dropout",
+        "model.use_dora",
+        "model.use_rslora",
+        "checkpointer",
+        "resume_from_checkpoint",
+        "save_adapter_weights_only",
+        "save_every_n_steps",
+        "tokenizer",
+        "dataset",
+        "shuffle",
+        "batch_size",
+        "seed",
+        "optimizer",
+        "lr_scheduler",
+        "clip_grad_norm",
+        "epochs",
+        "max_steps_per_epoch",
+        "gradient_accumulation_steps",
+        "metric_logger",
+        "log_every_n_steps",
+        "device",
+        "dtype",
+        "compile",
+    }
+)
+
+
+def main(cfg: DictConfig) -> None:
+    """Fine-tunes as the config says and prints where the result lies."""
+    require(
+        cfg, "model", "checkpointer", "tokenizer", "dataset", "optimizer", "metric_logger", "epochs"
+    )
+    device = get_device(cfg.get("device", "cpu"))
+    dtype = get_dtype(cfg.get("dtype", "fp32"))
+    resume = cfg.get("resume_from_checkpoint", False)
+
+    # The checkpoint: its weights, its config, and when resuming all else that the run needs.
+    checkpointer = instantiate(cfg.checkpointer, should_load_recipe_state=resume)
+    state = checkpointer.load_checkpoint()
+    seed = get_seed(cfg, state)
+    set_seed(seed)
+
+    # The model. The base is never written to, so that it may share the checkpoint's memory.
+    adapter_config = adapter_config_from_recipe(cfg.model)
+    model = build_decoder(checkpointer.model_config, state.pop("model"), dtype, device, copy=False)
+    add_adapter(model, adapter_config)
+    if "adapter_config" in state:
+        check_same_adapter(state["adapter_config"], adapter_config)
+    if "adapter" in state:
+        load_adapter(model, state["adapter"])
+    if cfg.get("compile", False):
+        for layer in model.layers:
+            layer.compile()
+
+    # The data.
+    tokenizer = instantiate(cfg.tokenizer)
+    dataset = instantiate(cfg.dataset, tokenizer)
+    batches = BatchLoader(dataset, cfg.get("batch_size", 1), cfg.get("shuffle", True), seed)
+
+    # What a checkpoint holds besides the state of the loop. The merged model is computed tensor
+    # by tensor while it is written; neither the base nor the adapter is changed.
+    def weights() -> dict[str, Any]:
+        adapter = adapter_state_dict(model)
+        return {
+            "model": MergedStateDict(base_state_dict(model), adapter, adapter_config),
+            "adapter": adapter,
+            "adapter_config": adapter_config.to_state(),
+        }
+
+    optimizer = instantiate(cfg.optimizer, [p for p in model.parameters() if p.requires_grad])
+    options = training_options(cfg, seed)
+    trainer = Trainer(model, optimizer, batches, options, checkpointer, weights, device)
+    if resume:
+        trainer.load_state_dict(state)
+    scheduler = instantiate(
+        cfg.get("lr_scheduler"),
+        optimizer,
+        num_training_steps=trainer.total_steps,
+        last_epoch=trainer.steps_run - 1,
+    )
+
+    logger = instantiate(cfg.metric_logger)
+    try:
+        checkpoint = trainer.train(scheduler, logger)
+    finally:
+        logger.close()
+    print(next_steps(checkpoint, cfg.checkpointer.checkpoint_dir, options.epochs))
