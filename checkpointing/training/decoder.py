@@ -212,8 +212,14 @@ def build_decoder(
             they may share memory with ``state_dict``, which is then never to be written to.
 
     Raises:
+        ConfigError: if the model has features that the decoder does not compute.
         TensorMismatchError: if tensors are missing, unexpected or misshapen; all in one error.
     """
+    if config.unsupported:
+        raise ConfigError(
+            f"this {config.family} model cannot be trained here: the native decoder does not "
+            f"compute {', '.join(config.unsupported)}; its checkpoint can be converted all the same"
+        )
     with torch.device("meta"):
         model = TransformerDecoder(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

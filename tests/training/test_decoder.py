@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.mapping.model_config import Llama3RopeScaling
 from checkpointing.training import TransformerDecoder, build_decoder
 from checkpointing.training.rope import rope_frequencies
+from tests.tiny import random_native
 from tests.training import peers
 
 SCALING = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
@@ -27,9 +30,16 @@ def test_logits_are_those_of_transformers(cfg):
     model = build_decoder(cfg, peers.native_weights(peer, cfg), torch.float32)
     tokens = peers.tokens()
     with torch.no_grad():
-        expected = peer(tokens).logits
+        # In fp64, so that the figure is the error and not the noise of random weights.
+        expected = peer.double()(tokens).logits
         assert expected.std() > 0.1
-        assert (model(tokens) - expected).abs().max() < 1e-5
+        assert (model.double()(tokens) - expected).abs().max() < 1e-5
+
+
+def test_a_model_with_features_that_the_decoder_lacks_is_not_built():
+    cfg = replace(peers.config(), unsupported=("rope_type 'yarn'",))
+    with pytest.raises(ConfigError, match="does not compute rope_type 'yarn'"):
+        build_decoder(cfg, random_native(cfg), torch.float32)
 
 
 def test_a_sliding_window_changes_the_logits():
@@ -46,7 +56,7 @@ def test_a_sliding_window_changes_the_logits():
 @pytest.mark.parametrize("window", [None, 4])
 def test_packed_documents_have_the_logits_of_separate_ones(window):
     cfg = peers.config(sliding_window=window)
-    model = build_decoder(cfg, peers.native_weights(peers.hf_model(cfg), cfg), torch.float32)
+    model = build_decoder(cfg, peers.native_weights(peers.hf_model(cfg), cfg), torch.float64)
     lengths = (9, 13, 6)
     tokens = peers.tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -59,7 +69,7 @@ def test_packed_documents_have_the_logits_of_separate_ones(window):
 
 def test_wanted_logits_are_those_of_the_full_output():
     cfg = peers.config()
-    model = build_decoder(cfg, peers.native_weights(peers.hf_model(cfg), cfg), torch.float32)
+    model = build_decoder(cfg, peers.native_weights(peers.hf_model(cfg), cfg), torch.float64)
     tokens = peers.tokens()
     wanted = tokens % 3 == 0
     with torch.no_grad():

@@ -28,8 +28,9 @@ def run_directory(base, tmp_path):
 
 
 def logits(model):
+    # In fp64, so that a difference is an error and not noise.
     with torch.no_grad():
-        found = model.eval()(peers.tokens())
+        found = model.double().eval()(peers.tokens())
     return getattr(found, "logits", found)
 
 
