@@ -3,6 +3,7 @@
 import json
 
 from tests.peers.environment import run
+from tests.training.runs import write_base
 
 # Runs in torchtune's environment: the files of both distributions, and those whose hashes are not
 # those that the distribution was installed with.
@@ -25,6 +26,7 @@ print(json.dumps(found))
 IMPORTED = """
 import json, sys
 import checkpointing
+from checkpointing import *
 print(json.dumps([checkpointing.__file__, sorted({name.split(".")[0] for name in sys.modules})]))
 """
 
@@ -73,6 +75,21 @@ def test_the_command_line_is_there_beside_torchtunes(torchtune_python, tmp_path)
 
     assert "lora_finetune_single_device" in listed
     assert "smollm2/135M_lora_single_device" in listed
+
+
+def test_the_installed_wheel_lists_copies_and_runs(torchtune_python, tmp_path):
+    # The wheel was installed last, so the script `tune` is its own.
+    tune = torchtune_python.parent / "tune"
+    base = write_base(tmp_path / "base")
+    config = "smollm2/135M_lora_single_device"
+    assert config in run(tune, "ls", cwd=tmp_path)
+    run(tune, "cp", config, "mine.yaml", cwd=tmp_path)
+    run(tune, "cp", "lora_finetune_single_device", "mine.py", cwd=tmp_path)
+    own = (f"checkpointer.checkpoint_dir={base}", "output_dir=out", "max_steps_per_epoch=2")
+    for recipe in ("lora_finetune_single_device", "mine.py"):
+        printed = run(tune, "run", recipe, "--config", "mine.yaml", *own, cwd=tmp_path)
+        assert "Checkpoint: out/epoch_0" in printed
+    assert (tmp_path / "out" / "epoch_0" / "merged" / "config.json").is_file()
 
 
 def test_the_requirements_of_both_agree(torchtune_python, tmp_path):
