@@ -1,5 +1,6 @@
 import hashlib
 import random
+import shutil
 import sys
 
 import numpy
@@ -209,6 +210,7 @@ def test_the_end_of_a_run_says_where_the_checkpoint_is_and_what_to_do(base, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_compiled_run_has_the_losses_of_a_plain_one(base, tmp_path, kind):
     dropout = ["model.lora_dropout=0.0"] if kind == "lora" else []
