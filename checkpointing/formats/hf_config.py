@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.errors import ConfigError
+from checkpointing.formats.hf_layers import attention_layers, no_rope_layers
 from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
@@ -15,6 +16,14 @@ from checkpointing.mapping.ties import is_tied
 from checkpointing.storage.read import read_json
 
 CONFIG_NAME = "config.json"
+
+# Native name of an activation by Hugging Face's. Gemma's "gelu" means the approximation by tanh.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu_tanh",
+}
 
 _FIELDS = {
     "layers": "num_hidden_layers",
@@ -69,11 +78,15 @@ def parse_hf_config(
         )
     tied = is_tied(family, format, source, config.get("tie_word_embeddings"), str(path.parent))
     rope_theta, scaling, unsupported = _rope(path, values)
-    if values["hidden_act"] not in ("silu", "swish"):
-        unsupported += (f"hidden_act {values['hidden_act']!r}",)
-    window = None
-    if "sliding_window" in family.hf_defaults and values["sliding_window"] is not None:
-        window = size_field(path, values, "sliding_window")
+    activation = values.get("hidden_activation") or values["hidden_act"]
+    if activation not in _ACTIVATIONS:
+        unsupported += (f"hidden_act {activation!r}",)
+    if values.get("use_bidirectional_attention"):
+        unsupported += ("use_bidirectional_attention",)
+    window, full_attention_layers = attention_layers(path, values, family, sizes["layers"])
+    scale = None
+    if "query_pre_attn_scalar" in values:
+        scale = number_field(path, values, "query_pre_attn_scalar", math.nan) ** -0.5
     return ModelConfig(
         family=family.name,
         dims=Dims(
@@ -90,8 +103,18 @@ def parse_hf_config(
         rope_scaling=scaling,
         max_seq_len=size_field(path, values, "max_position_embeddings"),
         sliding_window=window,
+        full_attention_layers=full_attention_layers,
+        no_rope_layers=no_rope_layers(path, values, sizes["layers"]),
+        activation=_ACTIVATIONS.get(activation, activation),
+        attention_scale=scale,
+        attention_softcap=_optional(path, values, "attn_logit_softcapping"),
+        output_softcap=_optional(path, values, "final_logit_softcapping"),
         unsupported=unsupported,
     )
+
+
+def _optional(path: Path, values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else number_field(path, values, key, math.nan)
 
 
 def _rope(

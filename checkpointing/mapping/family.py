@@ -3,8 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from checkpointing.mapping.axis_ops import RopeOrder
 from checkpointing.mapping.rules import LAYER, Dropped, Module, Rule, Tied
 
 
@@ -20,6 +22,10 @@ class Family:
             tensors show (layers, vocabulary, widths) are read from them instead.
         fused_in_engines: last names of native modules that inference engines compute as one, so
             that an adapter for them must name all of a group or none.
+        rotates_halves: the native decoder rotates the first half of a head against the second,
+            as Hugging Face does, and not neighbouring pairs. Then no rows are permuted.
+        norm_offset: what the RMS norms add to their scale.
+        scaled_embedding: token embeddings are multiplied with the square root of their width.
     """
 
     name: str
@@ -27,10 +33,14 @@ class Family:
     formats: Mapping[str, tuple[Rule | Tied | Dropped, ...]]
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     fused_in_engines: tuple[tuple[str, ...], ...] = ()
+    rotates_halves: bool = False
+    norm_offset: float = 0.0
+    scaled_embedding: bool = False
 
     def __post_init__(self) -> None:
         native = [module.name for module in self.modules]
         _check_once(self.name, "native modules", native)
+        permuted: set[str] = set()
         for name, rules in self.formats.items():
             where = f"rules for {name}"
             own = [rule.native for rule in rules if isinstance(rule, Rule)]
@@ -40,8 +50,15 @@ class Family:
                 odd = sorted(set(own) ^ set(native))
                 raise ValueError(f"family {self.name}, {where}: not exactly one rule each: {odd}")
             for rule in rules:
+                if isinstance(rule, Rule) and isinstance(rule.out, RopeOrder):
+                    permuted.add(name)
                 if isinstance(rule, Rule) and (LAYER in rule.native) != (LAYER in rule.foreign):
                     raise ValueError(f"family {self.name}, {where}: {rule} loses the layer")
+        if self.rotates_halves == ("hf" in permuted):
+            raise ValueError(
+                f"family {self.name}: Hugging Face rotates halves, so its rows are permuted if and "
+                "only if the native decoder rotates pairs"
+            )
 
     def rules(self, format: str) -> tuple[Rule | Tied | Dropped, ...]:
         """The rules of a foreign format, or for ``"native"`` those that change no name."""
@@ -52,7 +69,15 @@ class Family:
 
     def module(self, name: str) -> Module:
         """The native module of that name or pattern."""
-        return next(module for module in self.modules if module.name == name)
+        return self._by_name[name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a native module of that name or pattern."""
+        return name in self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[str, Module]:
+        return {module.name: module for module in self.modules}
 
 
 def _check_once(family: str, where: str, names: list[str]) -> None:

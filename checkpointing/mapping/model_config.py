@@ -71,6 +71,13 @@ class ModelConfig:
         rope_scaling: ``None`` for plain RoPE.
         max_seq_len: longest context that the model was made for, in tokens.
         sliding_window: a token attends to this many last tokens, itself included; ``None``: all.
+        full_attention_layers: layers in which a token attends to all, in spite of the window.
+        no_rope_layers: layers without positions.
+        activation: of the feed-forward layer, ``"silu"`` or ``"gelu_tanh"``.
+        attention_scale: what the products of queries and keys are multiplied with; ``None`` for
+            ``head_dim ** -0.5``.
+        attention_softcap: c of ``c tanh(x / c)`` on these products; ``None`` for none.
+        output_softcap: the same on the logits.
         unsupported: features of the model that the native decoder does not compute. Its tensors
             can be mapped all the same.
     """
@@ -82,4 +89,10 @@ class ModelConfig:
     rope_scaling: Llama3RopeScaling | None
     max_seq_len: int
     sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    output_softcap: float | None = None
     unsupported: tuple[str, ...] = ()

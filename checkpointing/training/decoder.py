@@ -1,13 +1,17 @@
 """The native decoder: what the recipes train, built from a checkpoint's own config."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpointing.errors import ConfigError, TensorMismatchError
+from checkpointing.families import FAMILIES
+from checkpointing.families.decoder import LAYER
 from checkpointing.mapping.model_config import ModelConfig
+from checkpointing.mapping.rules import BIAS, SCALE, TABLE
 from checkpointing.training.rope import rope_frequencies, rotate, rotation
 
 
@@ -17,31 +21,66 @@ class RMSNorm(nn.Module):
     Args:
         size: of the last dimension.
         eps: added to the mean of the squares.
+        offset: added to the scale; Gemma stores its scales less 1.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = offset
         self.scale = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises ``[..., size]``; keeps the dtype."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (normed * (self.offset + self.scale.float())).type_as(x)
         return self.scale * normed.type_as(x)
+
+
+def _make(config: ModelConfig, name: str) -> nn.Module:
+    """A module as the family's table of native modules describes it.
+
+    Args:
+        config: of the model.
+        name: the module's native name, with ``{layer}`` for the number of the layer.
+    """
+    family, dims = FAMILIES[config.family], config.dims
+    module = family.module(name)
+    out = getattr(dims, module.out)
+    if SCALE in module.parameters:
+        return RMSNorm(out, config.norm_eps, family.norm_offset)
+    in_ = getattr(dims, module.in_)
+    if TABLE in module.parameters:
+        return nn.Embedding(in_, out)
+    return nn.Linear(in_, out, bias=BIAS in module.parameters_for(dims))
+
+
+def _make_if_any(config: ModelConfig, name: str) -> nn.Module:
+    """The module, or one that changes nothing if the family has none of that name."""
+    return _make(config, name) if FAMILIES[config.family].has(name) else nn.Identity()
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries (Ainslie et al. 2023)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        dims = config.dims
-        self.dims = dims
-        self.q_proj = nn.Linear(dims.hidden, dims.query, bias=dims.attention_bias)
-        self.k_proj = nn.Linear(dims.hidden, dims.key_value, bias=dims.attention_bias)
-        self.v_proj = nn.Linear(dims.hidden, dims.key_value, bias=dims.attention_bias)
-        self.output_proj = nn.Linear(dims.query, dims.hidden, bias=dims.attention_bias)
+        self.dims = config.dims
+        self.halves = FAMILIES[config.family].rotates_halves
+        self.has_rope = layer not in config.no_rope_layers
+        self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
+        self.q_proj = _make(config, LAYER + "attn.q_proj")
+        self.k_proj = _make(config, LAYER + "attn.k_proj")
+        self.v_proj = _make(config, LAYER + "attn.v_proj")
+        self.output_proj = _make(config, LAYER + "attn.output_proj")
+        self.q_norm = _make_if_any(config, LAYER + "attn.q_norm")
+        self.k_norm = _make_if_any(config, LAYER + "attn.k_norm")
+        # Over all heads (OLMo 2), or over each (Qwen 3).
+        scale = getattr(self.q_norm, "scale", None)
+        self.norms_all_heads = scale is not None and len(scale) == config.dims.query
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Attends within ``x [batch, seq, hidden]``.
@@ -53,53 +92,105 @@ class Attention(nn.Module):
                 to another (dimension 3); ``None`` for plain causal attention.
         """
         dims = self.dims
-        q = rotate(self.q_proj(x).unflatten(-1, (dims.heads, dims.head_dim)), *angles)
-        k = rotate(self.k_proj(x).unflatten(-1, (dims.kv_heads, dims.head_dim)), *angles)
+        q = self._heads(self.q_proj(x), self.q_norm, dims.heads)
+        k = self._heads(self.k_proj(x), self.k_norm, dims.kv_heads)
         v = self.v_proj(x).unflatten(-1, (dims.kv_heads, dims.head_dim))
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=dims.kv_heads != dims.heads,
+        if self.has_rope:
+            q, k = (rotate(each, *angles, halves=self.halves) for each in (q, k))
+        attended = attend(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scale, self.softcap
         )
         return self.output_proj(attended.transpose(1, 2).flatten(-2))
 
+    def _heads(self, projected: Tensor, norm: nn.Module, heads: int) -> Tensor:
+        """``[batch, seq, heads, head_dim]``, normed over each head or over all of them."""
+        split = (heads, self.dims.head_dim)
+        if self.norms_all_heads:
+            return norm(projected).unflatten(-1, split)
+        return norm(projected.unflatten(-1, split))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, with grouped queries and an optional soft cap.
+
+    Args:
+        q: ``[batch, heads, seq, head_dim]``.
+        k: ``[batch, kv_heads, seq, head_dim]``.
+        v: ``[batch, kv_heads, seq, head_dim]``.
+        mask: as in :class:`Attention`.
+        scale: ``None`` for ``head_dim ** -0.5``.
+        softcap: products x become ``softcap * tanh(x / softcap)`` (Gemma 2, 2024).
+
+    Returns:
+        ``[batch, heads, seq, head_dim]``.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    products = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    products = softcap * torch.tanh(products / softcap)
+    if mask is None:
+        mask = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    products = products.masked_fill(~mask, float("-inf"))
+    return products.softmax(-1, dtype=torch.float32).type_as(q) @ v
+
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): ``w2(silu(w1 x) * w3 x)``."""
+    """Gated feed-forward (Shazeer 2020): ``w2(act(w1 x) * w3 x)``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dims = config.dims
-        self.w1 = nn.Linear(dims.hidden, dims.ffn, bias=dims.mlp_bias)
-        self.w2 = nn.Linear(dims.ffn, dims.hidden, bias=dims.mlp_bias)
-        self.w3 = nn.Linear(dims.hidden, dims.ffn, bias=dims.mlp_bias)
+        self.activation = _ACTIVATIONS[config.activation]
+        self.w1 = _make(config, LAYER + "mlp.w1")
+        self.w2 = _make(config, LAYER + "mlp.w2")
+        self.w3 = _make(config, LAYER + "mlp.w3")
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., hidden]`` to the same shape."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream.
 
-    def __init__(self, config: ModelConfig) -> None:
+    The norms before (``sa_norm``, ``mlp_norm``) and after them (``sa_scale``, ``mlp_scale``) are
+    those that the family has.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.sa_norm = RMSNorm(config.dims.hidden, config.norm_eps)
-        self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config.dims.hidden, config.norm_eps)
+        self.slides = layer not in config.full_attention_layers
+        self.attn = Attention(config, layer)
         self.mlp = FeedForward(config)
+        self.sa_norm = _make_if_any(config, LAYER + "sa_norm")
+        self.sa_scale = _make_if_any(config, LAYER + "sa_scale")
+        self.mlp_norm = _make_if_any(config, LAYER + "mlp_norm")
+        self.mlp_scale = _make_if_any(config, LAYER + "mlp_scale")
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Maps the residual stream ``[batch, seq, hidden]``; arguments as in :class:`Attention`."""
-        x = x + self.attn(self.sa_norm(x), angles, mask)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.sa_scale(self.attn(self.sa_norm(x), angles, mask))
+        return x + self.mlp_scale(self.mlp(self.mlp_norm(x)))
 
 
 class TransformerDecoder(nn.Module):
-    """A Llama-like decoder with torchtune's parameter names.
+    """A decoder with torchtune's parameter names, built as its family's data says.
 
     Args:
         config: sizes and constants. The weights are random; :func:`build_decoder` gives a model
@@ -110,10 +201,12 @@ class TransformerDecoder(nn.Module):
         super().__init__()
         dims = config.dims
         self.config = config
-        self.tok_embeddings = nn.Embedding(dims.vocab, dims.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(dims.layers))
-        self.norm = RMSNorm(dims.hidden, config.norm_eps)
-        self.output = None if dims.tied else nn.Linear(dims.hidden, dims.vocab, bias=False)
+        self.tok_embeddings = _make(config, "tok_embeddings")
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(dims.layers))
+        self.norm = _make(config, "norm")
+        self.output = None if dims.tied else _make(config, "output")
+        scaled = FAMILIES[config.family].scaled_embedding
+        self.embedding_scale = dims.hidden**0.5 if scaled else None
         # Not a buffer: it must stay fp32 when the model is cast, and be real on the meta device.
         self._frequencies = rope_frequencies(config)
 
@@ -153,14 +246,21 @@ class TransformerDecoder(nn.Module):
         if self._frequencies.device != tokens.device:
             self._frequencies = self._frequencies.to(tokens.device)
         angles = rotation(input_pos, self._frequencies)
-        mask = attention_mask(length, self.config.sliding_window, document_ids, tokens.device)
+        full = attention_mask(length, None, document_ids, tokens.device)
+        sliding = attention_mask(length, self.config.sliding_window, document_ids, tokens.device)
         x = self.tok_embeddings(tokens)
+        if self.embedding_scale is not None:
+            # Rounded to the dtype first, as the model was trained.
+            x = x * torch.tensor(self.embedding_scale, dtype=x.dtype, device=x.device)
         for layer in self.layers:
-            x = layer(x, angles, mask)
+            x = layer(x, angles, sliding if layer.slides else full)
         x = self.norm(x if wanted is None else x[wanted])
-        if self.output is None:
-            return F.linear(x, self.tok_embeddings.weight)
-        return self.output(x)
+        logits = self._tied_output(x) if self.output is None else self.output(x)
+        cap = self.config.output_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _tied_output(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.tok_embeddings.weight)  # type: ignore[arg-type]
 
 
 def attention_mask(

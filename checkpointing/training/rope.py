@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), on neighbouring pairs as in Meta's code."""
+"""Rotary position embedding (Su et al. 2021)."""
 
 import math
 
@@ -47,17 +47,20 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each neighbouring pair of a head by its angle, in fp32.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+    """Rotates each pair of a head by its angle, in fp32.
 
     Args:
         x: ``[batch, seq, heads, head_dim]``.
         cos: from :func:`rotation`.
         sin: from :func:`rotation`.
+        halves: a pair is an element of the head's first half and the one at the same place in the
+            second, as in Hugging Face's code; otherwise two neighbours, as in Meta's.
 
     Returns:
         Shape and dtype of ``x``.
     """
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    split, dim = ((2, -1), -2) if halves else ((-1, 2), -1)
+    first, second = x.float().unflatten(-1, split).unbind(dim)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)
     return rotated.flatten(-2).type_as(x)

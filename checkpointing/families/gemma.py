@@ -1,0 +1,54 @@
+"""Gemma and Gemma 2."""
+
+from checkpointing.families.decoder import (
+    FUSED_IN_ENGINES,
+    HF_DEFAULTS,
+    decoder_modules,
+    hf_rules,
+)
+from checkpointing.mapping.family import Family
+
+_DEFAULTS = {
+    **HF_DEFAULTS,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
+GEMMA = Family(
+    name="gemma",
+    modules=decoder_modules(),
+    formats={"hf": hf_rules(permuted=True)},
+    hf_defaults={**_DEFAULTS, "num_key_value_heads": 16},
+    fused_in_engines=FUSED_IN_ENGINES,
+    norm_offset=1.0,
+    scaled_embedding=True,
+)
+
+# torchtune swaps the two norms of the feed-forward layer, which changes what it computes; here
+# mlp_norm comes before the layer and mlp_scale after it.
+_GEMMA2_NORMS = {
+    "sa_norm": "input_layernorm",
+    "sa_scale": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_scale": "post_feedforward_layernorm",
+}
+
+GEMMA2 = Family(
+    name="gemma2",
+    modules=decoder_modules(norms=_GEMMA2_NORMS),
+    formats={"hf": hf_rules(norms=_GEMMA2_NORMS, permuted=True)},
+    hf_defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "layer_types_cycle": ("sliding_attention", "full_attention"),
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    fused_in_engines=FUSED_IN_ENGINES,
+    norm_offset=1.0,
+    scaled_embedding=True,
+)

@@ -1,0 +1,107 @@
+"""Which format a directory's model is in, told by its files and the names of its tensors."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.errors import CheckpointNotFoundError
+from checkpointing.formats.base import Format, OpenModel
+from checkpointing.formats.hf import HFFormat
+from checkpointing.formats.hf_config import CONFIG_NAME
+from checkpointing.formats.meta import PARAMS_NAME, MetaFormat
+from checkpointing.formats.tune import TuneFormat
+from checkpointing.storage.read import FilesSource
+
+FORMATS: dict[str, Format] = {"hf": HFFormat(), "meta": MetaFormat(), "tune": TuneFormat()}
+"""By the names that commands take."""
+
+_NATIVE_NAME = re.compile(r"(decoder\.)?layers\.\d+\.(attn|sa_norm|mlp)\.")
+_META_NAME = re.compile(r"layers\.\d+\.(attention|feed_forward|attention_norm)\.")
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model on disk whose format is known and of which nothing has been checked yet.
+
+    Attributes:
+        directory: where it lies.
+        format: its format.
+        files: its weight files.
+    """
+
+    directory: Path
+    format: Format
+    files: tuple[Path, ...]
+
+    @property
+    def config_file(self) -> Path | None:
+        """The config file that counts, ``None`` if native weights lie without one."""
+        names = {"hf": (CONFIG_NAME,), "meta": (PARAMS_NAME,)}
+        for name in names.get(self.format.name, (CONFIG_NAME, PARAMS_NAME)):
+            if (self.directory / name).is_file():
+                return self.directory / name
+        return None
+
+    def open(self, model_type: str | None = None) -> OpenModel:
+        """Reads the headers and checks them.
+
+        Args:
+            model_type: torchtune's ModelType name or a family's; needed where no config file
+                names the family.
+
+        Raises:
+            CheckpointingError: if a file is damaged, or does not fit the config.
+        """
+        return self.format.open(self.directory, self.files, model_type)
+
+
+def find_model(directory: Path) -> FoundModel:
+    """Recognises the model in a directory.
+
+    Raises:
+        CheckpointNotFoundError: if there is no directory, or no model in it.
+        CorruptCheckpointError: if a weight file cannot be read.
+    """
+    if not directory.is_dir():
+        raise CheckpointNotFoundError(f"{directory}: no such directory; correct the path")
+    for name in ("hf", "meta", "tune"):
+        try:
+            files = FORMATS[name].find_files(directory, None)
+        except CheckpointNotFoundError:
+            if name == "hf" and _has_index(directory):
+                raise
+            continue
+        # File names mislead: torchtune writes its own layout as model-00001-of-00001.bin too.
+        by_names = _format_of(FilesSource(files[:1]).metas)
+        return FoundModel(directory, FORMATS[by_names], tuple(files))
+    raise CheckpointNotFoundError(f"{directory}: holds no model{_what_it_holds(directory)}")
+
+
+def _has_index(directory: Path) -> bool:
+    return any(directory.glob("*.index.json"))
+
+
+def _format_of(names: Iterable[str]) -> str:
+    for name in names:
+        if _NATIVE_NAME.match(name):
+            return "tune"
+        if _META_NAME.match(name):
+            return "meta"
+    return "hf"
+
+
+def _what_it_holds(directory: Path) -> str:
+    merged = directory / "merged"
+    if any(directory.glob("adapter_model.*")):
+        return (
+            " but an adapter; its merged model is in "
+            f"{merged}" if merged.is_dir() else " but an adapter; merge it with `tune merge`"
+        )
+    inner = [path.name for path in sorted(directory.iterdir()) if (path / "manifest.json").exists()]
+    if inner:
+        return f" itself, but checkpoints: {', '.join(inner)}; name one of them"
+    return (
+        " (model.safetensors, pytorch_model.bin or their indexes, consolidated.NN.pth, or native "
+        "weights); correct the path"
+    )
