@@ -8,33 +8,33 @@ from omegaconf import OmegaConf
 
 from checkpointing.cli.catalog import Entry, configs, recipe_of
 from checkpointing.cli.main import main
-from tests.training import peers, runs
-from tests.training.tiny_tokenizer import write_tokenizer
+from checkpointing.families import FAMILIES, MODEL_TYPES
+from tests.families.variants import SIZES, random_model
+from tests.training import runs
 
 CONFIGS = [pytest.param(config, id=config.name) for config in configs()]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_base(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("mistral")
-    model = peers.hf_model(peers.config(family="mistral", vocab=307, sliding_window=9))
-    model.save_pretrained(directory)
-    write_tokenizer(directory)
-    return directory
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each family a tiny model with the tokenizer and the data of the other tests."""
+    directories = {}
+    for family in FAMILIES:
+        directory = directories[family] = runs.write_base(tmp_path_factory.mktemp(family))
+        random_model(family, {**SIZES, "vocab_size": runs.MODEL.dims.vocab}).save_pretrained(
+            directory
+        )
+    return directories
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_shipped_config_trains_one_step_and_saves(
-    config: Entry, base: Path, mistral: Path, tmp_path: Path
+    config: Entry, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     recipe = recipe_of(config.name)
     assert recipe is not None
-    model = mistral if config.name.startswith("mistral") else base
+    loaded = OmegaConf.load(config.path)
+    model = bases[MODEL_TYPES[loaded.checkpointer.get("model_type", "LLAMA3")]]
     overrides = [
         f"checkpointer.checkpoint_dir={model}",
         f"output_dir={tmp_path}/out",
@@ -42,8 +42,8 @@ def test_a_shipped_config_trains_one_step_and_saves(
         "epochs=1",
         "device=cpu",
     ]
-    if "source" in OmegaConf.load(config.path).dataset:
-        overrides.append(f"dataset.source={base}/rows.jsonl")
+    if "source" in loaded.dataset:
+        overrides.append(f"dataset.source={model}/rows.jsonl")
     assert main(["run", recipe.name, "--config", config.name, *overrides]) == 0
     saved = tmp_path / "out" / "epoch_0"
     manifest = json.loads((saved / "manifest.json").read_text())
