@@ -45,7 +45,7 @@ class Family:
             where = f"rules for {name}"
             own = [rule.native for rule in rules if isinstance(rule, Rule)]
             _check_once(self.name, where, own)
-            _check_once(self.name, where, [r.foreign for r in rules if not isinstance(r, Tied)])
+            _check_once(self.name, where, [_place(r) for r in rules if not isinstance(r, Tied)])
             if set(own) != set(native):
                 odd = sorted(set(own) ^ set(native))
                 raise ValueError(f"family {self.name}, {where}: not exactly one rule each: {odd}")
@@ -78,6 +78,11 @@ class Family:
     @cached_property
     def _by_name(self) -> dict[str, Module]:
         return {module.name: module for module in self.modules}
+
+
+def _place(rule: Rule | Dropped) -> str:
+    part = rule.part if isinstance(rule, Rule) else None
+    return rule.foreign if part is None else f"{rule.foreign}, part {part}"
 
 
 def _check_once(family: str, where: str, names: list[str]) -> None:

@@ -23,16 +23,31 @@ from checkpointing.mapping.rules import (
 
 @dataclass(frozen=True)
 class ModulePair:
-    """One native module and its foreign counterpart, by full names."""
+    """One native module and its foreign counterpart, by full names.
+
+    Attributes:
+        native: name of the native module.
+        foreign: name of the foreign module, which others may share if it is fused.
+        module: what the native module is.
+        rule: how its tensors are carried over.
+        dims: sizes of the model.
+        start: where this module begins on the out axis of the foreign one.
+        foreign_out: length of the out axis of the foreign module.
+    """
 
     native: str
     foreign: str
     module: Module
     rule: Rule
     dims: Dims
+    start: int
+    foreign_out: int
 
     def to_foreign(self, tensor: Tensor, parameter: Parameter) -> Tensor:
-        """Carries a parameter's tensor from the native to the foreign layout; exact."""
+        """Carries a parameter's tensor from the native to the foreign layout; exact.
+
+        If the foreign module is fused, this is its part of the foreign tensor.
+        """
         for dim, op in self._ops(parameter):
             tensor = op.to_foreign(tensor, dim, self.dims)
         return tensor
@@ -48,9 +63,21 @@ class ModulePair:
         return self.module.shape(parameter, self.dims)
 
     def foreign_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Shape of a parameter in the foreign layout: the op, on a tensor without data."""
+        """Shape of the foreign tensor: the op on a tensor without data, with all fused parts."""
         native = torch.empty(self.native_shape(parameter), device="meta")
-        return tuple(self.to_foreign(native, parameter).shape)
+        sizes = self.to_foreign(native, parameter).shape
+        return tuple(
+            self.foreign_out if axis == "out" else size
+            for axis, size in zip(parameter.axes, sizes, strict=True)
+        )
+
+    def part_of(self, foreign: Tensor, parameter: Parameter) -> Tensor:
+        """This module's part of a foreign tensor; a view of it."""
+        size = getattr(self.dims, self.module.out)
+        for dim, axis in enumerate(parameter.axes):
+            if axis == "out" and size != foreign.shape[dim]:
+                foreign = foreign.narrow(dim, self.start, size)
+        return foreign
 
     def _ops(self, parameter: Parameter) -> Iterator[tuple[int, AxisOp]]:
         by_axis = {"out": self.rule.out, "in": self.rule.in_, "rank": IDENTITY}
@@ -89,7 +116,19 @@ class Layout:
                     native, foreign = (
                         name.replace(LAYER, str(layer)) for name in (rule.native, rule.foreign)
                     )
-                    yield ModulePair(native, foreign, module, rule, self.dims)
+                    start, foreign_out = self._place(rule)
+                    yield ModulePair(native, foreign, module, rule, self.dims, start, foreign_out)
+
+    def _place(self, rule: Rule) -> tuple[int, int]:
+        """Where the module begins in the foreign one, and how long that is."""
+        sizes = {
+            other.part or 0: getattr(self.dims, self.family.module(other.native).out)
+            for other in self._rules.values()
+            if other.foreign == rule.foreign
+        }
+        return sum(size for part, size in sizes.items() if part < (rule.part or 0)), sum(
+            sizes.values()
+        )
 
     def parameters(self) -> Iterator[tuple[ModulePair, Parameter]]:
         """Every tensor of the model, by its module and parameter."""

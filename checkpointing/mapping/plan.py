@@ -3,14 +3,16 @@
 Building a plan finds all that does not fit, and reports it together.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from checkpointing.errors import TensorMismatchError
-from checkpointing.mapping.layout import Layout
+from checkpointing.mapping.layout import Layout, ModulePair
+from checkpointing.mapping.rules import Parameter
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
 
 
@@ -21,14 +23,14 @@ class PlannedTensor:
     Attributes:
         name: its name.
         meta: its shape and dtype.
-        source: name of the input it is made from.
-        convert: carries the input to the output.
+        sources: names of the inputs it is made from.
+        convert: carries the inputs to the output.
     """
 
     name: str
     meta: TensorMeta
-    source: str
-    convert: Callable[[Tensor], Tensor]
+    sources: tuple[str, ...]
+    convert: Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,43 +48,39 @@ class Plan:
 
 
 def _convert(planned: PlannedTensor, source: TensorSource) -> Tensor:
-    return planned.convert(source.read(planned.source))
+    return planned.convert([source.read(name) for name in planned.sources])
 
 
-class _Builder:
-    """Collects planned tensors and problems; every input must be claimed once."""
+class _Inputs:
+    """The inputs of a plan: each must be there, have its shape, and be claimed."""
 
-    def __init__(self, inputs: Mapping[str, TensorMeta]) -> None:
-        self.inputs = inputs
-        self.planned: list[PlannedTensor] = []
-        self.problems: list[str] = []
-        self.claimed: set[str] = set()
+    def __init__(self, metas: Mapping[str, TensorMeta]) -> None:
+        self._metas = metas
+        self._problems: dict[str, None] = {}
+        self._claimed: set[str] = set()
 
-    def add(
-        self,
-        source: str,
-        expected: tuple[int, ...],
-        name: str,
-        shape: tuple[int, ...],
-        convert: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.claimed.add(source)
-        meta = self.inputs.get(source)
+    def claim(self, name: str, expected: tuple[int, ...]) -> TensorMeta | None:
+        """The input, or ``None`` if something is wrong with it."""
+        self._claimed.add(name)
+        meta = self._metas.get(name)
         if meta is None:
-            self.problems.append(f"{source}: missing, expected {list(expected)}")
+            self.refuse(f"{name}: missing, expected {list(expected)}")
         elif meta.shape != expected:
-            self.problems.append(f"{source}: {list(meta.shape)}, expected {list(expected)}")
-        else:
-            planned = PlannedTensor(name, TensorMeta(shape, meta.dtype), source, convert)
-            self.planned.append(planned)
+            self.refuse(f"{name}: {list(meta.shape)}, expected {list(expected)}")
+            return None
+        return meta
 
-    def finish(self, subject: str, ignored: set[str], remedy: str) -> Plan:
-        for name, meta in self.inputs.items():
-            if name not in self.claimed and name not in ignored:
-                self.problems.append(f"{name}: unexpected, {list(meta.shape)}")
-        if self.problems:
-            raise TensorMismatchError(subject, self.problems, remedy)
-        return Plan(tuple(self.planned))
+    def refuse(self, problem: str) -> None:
+        """Notes a problem, once."""
+        self._problems[problem] = None
+
+    def finish(self, subject: str, optional: set[str], remedy: str) -> None:
+        """Raises if anything is wrong, or left over that may not be."""
+        for name, meta in self._metas.items():
+            if name not in self._claimed and name not in optional:
+                self.refuse(f"{name}: unexpected, {list(meta.shape)}")
+        if self._problems:
+            raise TensorMismatchError(subject, list(self._problems), remedy)
 
 
 def plan_to_native(layout: Layout, foreign: Mapping[str, TensorMeta], subject: str) -> Plan:
@@ -96,16 +94,23 @@ def plan_to_native(layout: Layout, foreign: Mapping[str, TensorMeta], subject: s
     Raises:
         TensorMismatchError: lists every tensor that is missing, unexpected or misshaped.
     """
-    builder = _Builder(foreign)
+    inputs = _Inputs(foreign)
+    planned = []
     for pair, parameter in layout.parameters():
-        builder.add(
-            f"{pair.foreign}.{parameter.foreign}",
-            pair.foreign_shape(parameter),
-            f"{pair.native}.{parameter.native}",
-            pair.native_shape(parameter),
-            partial(pair.to_native, parameter=parameter),
-        )
-    return builder.finish(subject, layout.optional(), _remedy(layout))
+        source = f"{pair.foreign}.{parameter.foreign}"
+        meta = inputs.claim(source, pair.foreign_shape(parameter))
+        if meta is not None:
+            name = f"{pair.native}.{parameter.native}"
+            shape = TensorMeta(pair.native_shape(parameter), meta.dtype)
+            planned.append(
+                PlannedTensor(name, shape, (source,), partial(_part_to_native, pair, parameter))
+            )
+    inputs.finish(subject, layout.optional(), _remedy(layout))
+    return Plan(tuple(planned))
+
+
+def _part_to_native(pair: ModulePair, parameter: Parameter, foreign: Sequence[Tensor]) -> Tensor:
+    return pair.to_native(pair.part_of(foreign[0], parameter), parameter)
 
 
 def plan_to_foreign(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> Plan:
@@ -114,24 +119,41 @@ def plan_to_foreign(layout: Layout, native: Mapping[str, TensorMeta], subject: s
     Raises:
         TensorMismatchError: lists every tensor that is missing, unexpected or misshaped.
     """
-    builder = _Builder(native)
+    inputs = _Inputs(native)
+    parts: dict[str, list[tuple[ModulePair, Parameter]]] = {}
     for pair, parameter in layout.parameters():
-        builder.add(
-            f"{pair.native}.{parameter.native}",
-            pair.native_shape(parameter),
-            f"{pair.foreign}.{parameter.foreign}",
-            pair.foreign_shape(parameter),
-            partial(pair.to_foreign, parameter=parameter),
-        )
-    plan = builder.finish(subject, set(), _remedy(layout))
-    by_source = {planned.source: planned for planned in plan.tensors}
-    written_copies = tuple(
-        PlannedTensor(foreign, original.meta, original.source, original.convert)
+        parts.setdefault(f"{pair.foreign}.{parameter.foreign}", []).append((pair, parameter))
+    planned = {}
+    for name, fused in parts.items():
+        fused.sort(key=lambda part: part[0].start)
+        sources = tuple(f"{pair.native}.{parameter.native}" for pair, parameter in fused)
+        metas = [
+            inputs.claim(source, pair.native_shape(parameter))
+            for source, (pair, parameter) in zip(sources, fused, strict=True)
+        ]
+        dtypes = {meta.dtype for meta in metas if meta is not None}
+        if len(dtypes) > 1:
+            inputs.refuse(f"{', '.join(sources)}: {name} is fused of them, but their dtypes differ")
+        pair, parameter = fused[0]
+        meta = TensorMeta(pair.foreign_shape(parameter), next(iter(dtypes), torch.float32))
+        planned[name] = PlannedTensor(name, meta, sources, partial(_fuse, fused))
+    inputs.finish(subject, set(), _remedy(layout))
+    copies = [
+        replace(planned[f"{pair.foreign}.weight"], name=foreign)
         for foreign, pair, written in layout.copies()
         if written
-        for original in [by_source[f"{pair.native}.weight"]]
-    )
-    return Plan(plan.tensors + written_copies)
+    ]
+    return Plan((*planned.values(), *copies))
+
+
+def _fuse(parts: Sequence[tuple[ModulePair, Parameter]], native: Sequence[Tensor]) -> Tensor:
+    foreign = [
+        pair.to_foreign(tensor, parameter)
+        for (pair, parameter), tensor in zip(parts, native, strict=True)
+    ]
+    if len(foreign) == 1:
+        return foreign[0]
+    return torch.cat(foreign, parts[0][1].axes.index("out"))
 
 
 def check_native(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> None:

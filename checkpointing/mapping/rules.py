@@ -100,6 +100,8 @@ class Rule:
         in_: what happens to the in axis.
         split: axes along which model-parallel shards may be cut, the likelier first; empty where
             every shard holds the whole tensor.
+        part: the foreign module is fused of several native ones, one after the other along its out
+            axis, and this is the one of that number; ``None`` where it is not fused.
     """
 
     native: str
@@ -107,6 +109,7 @@ class Rule:
     out: AxisOp = IDENTITY
     in_: AxisOp = IDENTITY
     split: tuple[str, ...] = ()
+    part: int | None = None
 
 
 @dataclass(frozen=True)

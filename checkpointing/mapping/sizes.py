@@ -12,7 +12,7 @@ def size_from_tensors(
 ) -> int | None:
     """The size that a field of ``Dims`` must have for the tensors to fit; ``None`` if unseen.
 
-    Only for axes whose op keeps their length.
+    Only for axes whose op keeps their length, and that are not fused with others.
     """
     if field == "layers":
         return _layers(family, format, foreign)
@@ -22,6 +22,8 @@ def size_from_tensors(
             meta = foreign.get(f"{rule.foreign.replace(LAYER, '0')}.{parameter.foreign}")
             sizes = {"out": module.out, "in": module.in_}
             for dim, axis in enumerate(parameter.axes):
+                if axis == "out" and rule.part is not None:
+                    continue
                 if sizes[axis] == field and meta is not None and dim < len(meta.shape):
                     return meta.shape[dim]
     return None
