@@ -53,7 +53,8 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
             "max_filename"}``; by default those of the index, or the single file that there is.
         model_type: torchtune's ModelType name; only needed if ``config.json`` names none.
         output_dir: where checkpoints are saved.
-        adapter_checkpoint: native adapter file to start from; by default the resumed one.
+        adapter_checkpoint: PEFT adapter directory or native adapter file to start from; by
+            default the resumed one.
         recipe_checkpoint: recipe state file; by default the resumed one.
         resume_from_checkpoint: older name of ``should_load_recipe_state``.
         safe_serialization: write safetensors rather than ``.bin`` files.
@@ -193,7 +194,8 @@ class FullModelMetaCheckpointer(_OneLayoutCheckpointer):
         model_type: torchtune's ModelType name. ``LLAMA3_2`` tells the RoPE scaling of Llama 3.2,
             which ``params.json`` leaves out.
         output_dir: where checkpoints are saved.
-        adapter_checkpoint: native adapter file to start from; by default the resumed one.
+        adapter_checkpoint: PEFT adapter directory or native adapter file to start from; by
+            default the resumed one.
         recipe_checkpoint: recipe state file; by default the resumed one.
         resume_from_checkpoint: older name of ``should_load_recipe_state``.
         should_load_recipe_state: resume from the newest complete checkpoint in ``output_dir``, or
@@ -220,7 +222,8 @@ class FullModelTorchTuneCheckpointer(_OneLayoutCheckpointer):
         checkpoint_files: names of the weight files; by default all that there are.
         model_type: torchtune's ModelType name; only needed if ``config.json`` names none.
         output_dir: where checkpoints are saved.
-        adapter_checkpoint: native adapter file to start from; by default the resumed one.
+        adapter_checkpoint: PEFT adapter directory or native adapter file to start from; by
+            default the resumed one.
         recipe_checkpoint: recipe state file; by default the resumed one.
         resume_from_checkpoint: older name of ``should_load_recipe_state``.
         should_load_recipe_state: resume from the newest complete checkpoint in ``output_dir``, or

@@ -14,10 +14,16 @@ from torch import Tensor
 
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.lora import check_adapter, config_of_tensors, linear_shapes
-from checkpointing.adapters.peft import PeftAdapter
+from checkpointing.adapters.peft import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    PEFT_WEIGHTS_TORCH,
+    PeftAdapter,
+)
+from checkpointing.adapters.peft_in import read_peft
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats import Format, OpenModel, WriteOptions
-from checkpointing.formats.base import CheckpointFiles
+from checkpointing.formats.base import CheckpointFiles, native_layout
 from checkpointing.formats.tune import missing_config
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.tensors import TensorSource, as_source
@@ -40,7 +46,7 @@ from checkpointing.save_plan import (
 )
 from checkpointing.storage.commit import check_room, recover, staged_directory
 from checkpointing.storage.fingerprint import fingerprint
-from checkpointing.storage.manifest import read_manifest, write_manifest
+from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from checkpointing.storage.paths import is_within
 from checkpointing.storage.read import open_tensor_file
 from checkpointing.storage.side_files import side_files
@@ -91,7 +97,7 @@ class FullModelCheckpointer:
         if resume:
             directory = self._output_dir or self._checkpoint_dir
             self._locate_resumed(directory, resume, recipe_checkpoint)
-        self._adapter_file = self._locate(adapter_checkpoint, ADAPTER_NAME)
+        self._adapter_path = self._locate_adapter(adapter_checkpoint)
         self._recipe_file = self._locate(recipe_checkpoint, RECIPE_STATE_NAME) if resume else None
         self._run_id = (
             self._resumed.manifest["run_id"] if self._resumed is not None else uuid.uuid4().hex
@@ -133,8 +139,36 @@ class FullModelCheckpointer:
         else:
             logger.info("resuming from %s", self._resumed.directory)
 
+    def _locate_adapter(self, named: str | Path | None) -> Path | None:
+        """A native adapter file, or a PEFT adapter directory.
+
+        A directory is where a run starts; one that resumes has an adapter of its own by then.
+        """
+        path = self._locate(named, ADAPTER_NAME)
+        if path is None:
+            return None
+        if path.name in (PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH) and (path.parent / PEFT_CONFIG).exists():
+            path = path.parent
+        if not path.is_dir():
+            return path
+        resumed = self._locate(None, ADAPTER_NAME)
+        if resumed is not None:
+            logger.info("resuming with the adapter of %s, not that of %s", resumed.parent, path)
+            return resumed
+        is_peft = (path / PEFT_CONFIG).is_file()
+        native = path / ADAPTER_NAME
+        # Without a manifest the alpha of a native adapter is not known; PEFT's config has it.
+        if native.is_file() and ((path / MANIFEST_NAME).is_file() or not is_peft):
+            return native
+        if is_peft:
+            return path
+        raise CheckpointNotFoundError(
+            f"adapter_checkpoint: {path} holds neither {ADAPTER_NAME} nor {PEFT_CONFIG}; give a "
+            "PEFT adapter directory, a checkpoint, or a native adapter file"
+        )
+
     def _locate(self, named: str | Path | None, default: str) -> Path | None:
-        """A file that the user names, or the resumed checkpoint's own."""
+        """A file or directory that the user names, or the resumed checkpoint's own file."""
         if named is None or str(named) == default:
             if self._resumed is None:
                 return None
@@ -144,10 +178,10 @@ class FullModelCheckpointer:
         if self._output_dir is not None:
             candidates.insert(0, self._output_dir / named)
         for path in candidates:
-            if path.is_file():
+            if path.is_file() or (path.is_dir() and default == ADAPTER_NAME):
                 return path
         raise CheckpointNotFoundError(
-            f"{named}: no such file, neither by itself nor in output_dir {self._output_dir}"
+            f"{named}: not there, neither by itself nor in output_dir {self._output_dir}"
         )
 
     @property
@@ -189,7 +223,7 @@ class FullModelCheckpointer:
         """
         state: dict[str, Any] = {}
         model = self._base
-        if self._resumed is not None and self._adapter_file is None:
+        if self._resumed is not None and self._adapter_path is None:
             directory = self._resumed.directory
             files = self._format.find_files(directory, None)
             model = self._format.open(directory, files, self._model_type)
@@ -200,11 +234,22 @@ class FullModelCheckpointer:
                 weights[name] = model.native.read(name)
                 progress(meta.nbytes)
         state[MODEL_KEY] = weights
-        if self._adapter_file is not None:
-            state.update(self._load_adapter(self._adapter_file))
+        if self._adapter_path is not None:
+            state.update(
+                self._load_peft(self._adapter_path)
+                if self._adapter_path.is_dir()
+                else self._load_adapter(self._adapter_path)
+            )
         if self._recipe_file is not None:
             state.update(load_recipe_state(self._recipe_file))
         return state
+
+    def _load_peft(self, directory: Path) -> dict[str, Any]:
+        if self._base.config is None:
+            raise missing_config(self._checkpoint_dir)
+        native = self._base.native
+        adapter, config = read_peft(directory, native_layout(native, self._base, "hf"), native)
+        return {ADAPTER_KEY: dict(adapter), ADAPTER_CONFIG_KEY: config.to_state()}
 
     def _load_adapter(self, path: Path) -> dict[str, Any]:
         adapter = open_tensor_file(path)

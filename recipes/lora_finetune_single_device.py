@@ -81,10 +81,10 @@ def main(cfg: DictConfig) -> None:
 
     # The model. The base is never written to, so that it may share the checkpoint's memory.
     adapter_config = adapter_config_from_recipe(cfg.model)
-    model = build_decoder(checkpointer.model_config, state.pop("model"), dtype, device, copy=False)
-    add_adapter(model, adapter_config)
     if "adapter_config" in state:
-        check_same_adapter(state["adapter_config"], adapter_config)
+        adapter_config = check_same_adapter(state["adapter_config"], adapter_config)
+    model = build_decoder(checkpointer.model_config, state.pop("model"), dtype, device, copy=False)
+    add_adapter(model, adapter_config, like=state.get("adapter"))
     if "adapter" in state:
         load_adapter(model, state["adapter"])
     if cfg.get("compile", False):

@@ -46,6 +46,10 @@ class AdapterConfig:
         """Rank of one module's adapter, by its full native name."""
         return self.rank_pattern.get(module, self.r)
 
+    def alpha_for(self, module: str) -> float:
+        """Alpha of one module's adapter, by its full native name."""
+        return self.alpha_pattern.get(module, self.alpha)
+
     def scale(self, module: str) -> float:
         """What ``B @ A`` of one module is multiplied with: alpha/r, or alpha/sqrt(r) for rsLoRA.
 
@@ -53,7 +57,7 @@ class AdapterConfig:
             module: full native name, such as ``layers.0.attn.q_proj``.
         """
         rank = self.rank(module)
-        alpha = self.alpha_pattern.get(module, self.alpha)
+        alpha = self.alpha_for(module)
         return float(alpha / rank**0.5) if self.use_rslora else float(alpha / rank)
 
     def to_state(self) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def parse_hf_config(
         sliding_window=window,
         full_attention_layers=full_attention_layers,
         no_rope_layers=no_rope_layers(path, values, sizes["layers"]),
+        rotary_dim=_rotary_dim(path, values, head_dim),
         activation=_ACTIVATIONS.get(activation, activation),
         attention_scale=scale,
         attention_softcap=_optional(path, values, "attn_logit_softcapping"),
@@ -115,6 +116,14 @@ def parse_hf_config(
 
 def _optional(path: Path, values: Mapping[str, Any], key: str) -> float | None:
     return None if values.get(key) is None else number_field(path, values, key, math.nan)
+
+
+def _rotary_dim(path: Path, values: Mapping[str, Any], head_dim: int) -> int | None:
+    if "partial_rotary_factor" not in values:
+        return None
+    rope = values.get("rope_parameters") or {}
+    factor = number_field(path, rope, "partial_rotary_factor", values["partial_rotary_factor"])
+    return None if factor == 1 else int(head_dim * factor)
 
 
 def _rope(

@@ -73,6 +73,7 @@ class ModelConfig:
         sliding_window: a token attends to this many last tokens, itself included; ``None``: all.
         full_attention_layers: layers in which a token attends to all, in spite of the window.
         no_rope_layers: layers without positions.
+        rotary_dim: elements of a head, from its first on, that are rotated; ``None``: all.
         activation: of the feed-forward layer, ``"silu"`` or ``"gelu_tanh"``.
         attention_scale: what the products of queries and keys are multiplied with; ``None`` for
             ``head_dim ** -0.5``.
@@ -91,6 +92,7 @@ class ModelConfig:
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     no_rope_layers: tuple[int, ...] = ()
+    rotary_dim: int | None = None
     activation: str = "silu"
     attention_scale: float | None = None
     attention_softcap: float | None = None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpointing.adapters.config import AdapterConfig
+from checkpointing.adapters.lora import adapter_modules
 from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.nearest import hint
 from checkpointing.training.decoder import TransformerDecoder
@@ -86,23 +88,28 @@ class DoRALinear(LoRALinear):
         return torch.add(self.weight.float(), update, alpha=self.scale).norm(dim=1)
 
 
-def add_adapter(model: TransformerDecoder, config: AdapterConfig) -> None:
+def add_adapter(
+    model: TransformerDecoder, config: AdapterConfig, like: Mapping[str, Tensor] | None = None
+) -> None:
     """Freezes a decoder and puts a fresh adapter on its target modules, in place.
 
     Args:
         model: with its weights loaded.
         config: target modules, rank, scale, dropout, and whether it is DoRA.
+        like: tensors of an adapter that is to be loaded, which may have been trained on some of
+            the layers only; just its modules get one. By default every target module does.
 
     Raises:
         ConfigError: if a target or a name in a pattern is not a linear layer of the model.
     """
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     _check_targets(model, config, linears)
+    modules = linears.keys() if like is None else set(adapter_modules(like))
     model.requires_grad_(False)
     layer = DoRALinear if config.use_dora else LoRALinear
     for name, linear in linears.items():
         parent, _, last = name.rpartition(".")
-        if last in config.target_modules:
+        if last in config.target_modules and name in modules:
             adapted = layer(linear, config.rank(name), config.scale(name), config.dropout)
             setattr(model.get_submodule(parent), last, adapted)
 
@@ -224,23 +231,28 @@ def adapter_config_from_recipe(model: Mapping[str, Any]) -> AdapterConfig:
     )
 
 
-def check_same_adapter(saved: Mapping[str, Any], config: AdapterConfig) -> None:
+def check_same_adapter(saved: Mapping[str, Any], config: AdapterConfig) -> AdapterConfig:
     """Makes sure that this run means by a loaded adapter what the run that saved it meant.
 
     Only the dropout may differ: the others decide what the tensors stand for.
 
     Args:
         saved: the ``adapter_config`` of the state dict that was loaded.
-        config: of this run.
+        config: what the config of this run says, which has no words for rank and alpha patterns.
+
+    Returns:
+        This run's config, with the patterns of the loaded adapter.
 
     Raises:
         ConfigError: with each setting that differs.
     """
-    was, own = AdapterConfig.from_state(saved).to_state(), config.to_state()
+    was = AdapterConfig.from_state(saved)
+    config = replace(config, rank_pattern=was.rank_pattern, alpha_pattern=was.alpha_pattern)
+    old, own = was.to_state(), config.to_state()
     differing = [
-        f"{key} was {was[key]!r} and is {value!r}"
+        f"{key} was {old[key]!r} and is {value!r}"
         for key, value in own.items()
-        if key != "lora_dropout" and was[key] != value
+        if key != "lora_dropout" and not _same(old[key], value)
     ]
     if differing:
         raise ConfigError(
@@ -248,3 +260,9 @@ def check_same_adapter(saved: Mapping[str, Any], config: AdapterConfig) -> None:
             f"{'; '.join(differing)}. Set section `model` of the config to them, or start afresh "
             "in another output_dir"
         )
+    return config
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equal; of target modules the order means nothing."""
+    return sorted(left) == sorted(right) if isinstance(left, list) else bool(left == right)

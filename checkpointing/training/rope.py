@@ -9,13 +9,13 @@ from checkpointing.mapping.model_config import Llama3RopeScaling, ModelConfig
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of each pair of a head: ``theta ** (-2 i / head_dim)``, then scaled.
+    """Angle per position of each pair: ``theta ** (-2 i / rotary_dim)``, then scaled.
 
     Returns:
-        fp32 ``[head_dim / 2]`` in radians per token, on the CPU even inside a meta device context.
+        fp32 ``[rotary_dim / 2]`` in radians per token, on the CPU even in a meta device context.
     """
-    head_dim = config.dims.head_dim
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    size = config.rotary_dim or config.dims.head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     frequencies = 1.0 / (config.rope_theta**exponents)
     if config.rope_scaling is None:
         return frequencies
@@ -60,6 +60,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tens
     Returns:
         Shape and dtype of ``x``.
     """
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated = rotate(x[..., :rotary_dim], cos, sin, halves=halves)
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     split, dim = ((2, -1), -2) if halves else ((-1, 2), -1)
     first, second = x.float().unflatten(-1, split).unbind(dim)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=dim)

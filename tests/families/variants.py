@@ -49,6 +49,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
     "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "phi3, window, partly rotated": (
+        "phi3",
+        {
+            "sliding_window": 7,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 4 / 7,
+            },
+        },
+    ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "smollm3, window": ("smollm3", {**SLIDING, "no_rope_layers": [1, 0, 1]}),
 }
