@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checkpointing.adapter_checkpoint import ADAPTER_NAME
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.peft import (
     PEFT_CONFIG,
@@ -25,7 +26,7 @@ from checkpointing.formats import HFFormat, MetaFormat, TuneFormat
 from checkpointing.formats.base import CheckpointFiles, native_layout
 from checkpointing.formats.hf import config_for_weights
 from checkpointing.formats.hf_config import CONFIG_NAME
-from checkpointing.full_model import ADAPTER_NAME, FullModelCheckpointer
+from checkpointing.full_model import FullModelCheckpointer
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.save_plan import SavePlan
 from checkpointing.storage.read import read_json

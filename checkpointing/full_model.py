@@ -12,18 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from checkpointing.adapter_checkpoint import ADAPTER_NAME, find_adapter, open_adapter
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.lora import check_adapter, config_of_tensors, linear_shapes
 from checkpointing.adapters.peft import (
-    PEFT_CONFIG,
-    PEFT_WEIGHTS,
-    PEFT_WEIGHTS_TORCH,
     PeftAdapter,
 )
-from checkpointing.adapters.peft_in import read_peft
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats import Format, OpenModel, WriteOptions
-from checkpointing.formats.base import CheckpointFiles, native_layout
+from checkpointing.formats.base import CheckpointFiles
 from checkpointing.formats.tune import missing_config
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.tensors import TensorSource, as_source
@@ -46,15 +43,12 @@ from checkpointing.save_plan import (
 )
 from checkpointing.storage.commit import check_room, recover, staged_directory
 from checkpointing.storage.fingerprint import fingerprint
-from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from checkpointing.storage.manifest import write_manifest
 from checkpointing.storage.paths import is_within
-from checkpointing.storage.read import open_tensor_file
 from checkpointing.storage.side_files import side_files
 from checkpointing.storage.write import Progress, parse_size, write_torch_file
 
 logger = logging.getLogger(__name__)
-
-ADAPTER_NAME = "adapter_model.pt"
 
 
 class FullModelCheckpointer:
@@ -145,27 +139,11 @@ class FullModelCheckpointer:
         A directory is where a run starts; one that resumes has an adapter of its own by then.
         """
         path = self._locate(named, ADAPTER_NAME)
-        if path is None:
-            return None
-        if path.name in (PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH) and (path.parent / PEFT_CONFIG).exists():
-            path = path.parent
-        if not path.is_dir():
-            return path
         resumed = self._locate(None, ADAPTER_NAME)
-        if resumed is not None:
+        if path is not None and path.is_dir() and resumed is not None:
             logger.info("resuming with the adapter of %s, not that of %s", resumed.parent, path)
             return resumed
-        is_peft = (path / PEFT_CONFIG).is_file()
-        native = path / ADAPTER_NAME
-        # Without a manifest the alpha of a native adapter is not known; PEFT's config has it.
-        if native.is_file() and ((path / MANIFEST_NAME).is_file() or not is_peft):
-            return native
-        if is_peft:
-            return path
-        raise CheckpointNotFoundError(
-            f"adapter_checkpoint: {path} holds neither {ADAPTER_NAME} nor {PEFT_CONFIG}; give a "
-            "PEFT adapter directory, a checkpoint, or a native adapter file"
-        )
+        return None if path is None else find_adapter(path)
 
     def _locate(self, named: str | Path | None, default: str) -> Path | None:
         """A file or directory that the user names, or the resumed checkpoint's own file."""
@@ -235,41 +213,13 @@ class FullModelCheckpointer:
                 progress(meta.nbytes)
         state[MODEL_KEY] = weights
         if self._adapter_path is not None:
-            state.update(
-                self._load_peft(self._adapter_path)
-                if self._adapter_path.is_dir()
-                else self._load_adapter(self._adapter_path)
-            )
+            adapter = open_adapter(self._adapter_path, self._base)
+            adapter.check_base(self._base.native, self._checkpoint_dir)
+            state[ADAPTER_KEY] = {n: adapter.tensors.read(n) for n in adapter.tensors.metas}
+            if adapter.told_config is not None:
+                state[ADAPTER_CONFIG_KEY] = adapter.told_config.to_state()
         if self._recipe_file is not None:
             state.update(load_recipe_state(self._recipe_file))
-        return state
-
-    def _load_peft(self, directory: Path) -> dict[str, Any]:
-        if self._base.config is None:
-            raise missing_config(self._checkpoint_dir)
-        native = self._base.native
-        adapter, config = read_peft(directory, native_layout(native, self._base, "hf"), native)
-        return {ADAPTER_KEY: dict(adapter), ADAPTER_CONFIG_KEY: config.to_state()}
-
-    def _load_adapter(self, path: Path) -> dict[str, Any]:
-        adapter = open_tensor_file(path)
-        manifest = read_manifest(path.parent) or {}
-        saved_config = manifest.get(ADAPTER_CONFIG_KEY)
-        config = (
-            config_of_tensors(adapter.metas)
-            if saved_config is None
-            else AdapterConfig.from_state(saved_config)
-        )
-        check_adapter(adapter.metas, config, linear_shapes(self._base.native.metas), str(path))
-        trained_on = manifest.get("base", {})
-        if trained_on.get("fingerprint", self._base_fingerprint) != self._base_fingerprint:
-            raise ConfigError(
-                f"{path}: was trained on another base, {trained_on.get('directory')}, whose "
-                f"weights differ from those in {self._checkpoint_dir}; set checkpoint_dir to it"
-            )
-        state: dict[str, Any] = {ADAPTER_KEY: {name: adapter.read(name) for name in adapter.metas}}
-        if saved_config is not None:
-            state[ADAPTER_CONFIG_KEY] = saved_config
         return state
 
     def save_checkpoint(

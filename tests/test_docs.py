@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import write_hf
+from checkpointing import AdapterConfig, FullModelHFCheckpointer
+from tests.tiny import random_adapter, write_hf
 from tests.training.peers import config, hf_model
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def test_each_of_the_two_commands_is_one_line_that_sets_up_all_it_needs():
 def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
     write_hf(hf_model(config()), tmp_path / "base")
     code = blocks("docs/checkpointers.md", "python")
-    assert len(code) == 3
+    assert len(code) == 4
     for block in code:
         run = subprocess.run(
             [sys.executable, "-c", block],
@@ -47,7 +48,35 @@ def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
     assert (tmp_path / "out" / "lora" / "epoch_0" / "merged" / "config.json").exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/checkpointers.md", "docs/architecture.md"])
+def test_the_commands_in_docs_convert_run_as_they_stand(tmp_path, monkeypatch):
+    from checkpointing.cli.main import main
+
+    save_adapter(write_hf(hf_model(config()), tmp_path / "base"), tmp_path / "out" / "lora")
+    monkeypatch.chdir(tmp_path)
+    commands = "".join(blocks("docs/convert.md", "bash")).splitlines()
+    assert len(commands) == 9
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "tune"
+        assert main(arguments) == 0, command
+    assert (tmp_path / "out" / "merged" / "config.json").exists()
+
+
+def save_adapter(base: Path, output_dir: Path) -> None:
+    """A checkpoint of an adapter run, `epoch_0` in the directory."""
+    adapter_config = AdapterConfig(r=4, alpha=6.0, target_modules=("q_proj", "v_proj"))
+    state = {
+        "adapter": random_adapter(config().dims, adapter_config),
+        "adapter_config": adapter_config.to_state(),
+    }
+    checkpointer = FullModelHFCheckpointer(base, output_dir=output_dir)
+    checkpointer.save_checkpoint(state, epoch=0, adapter_only=True)
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", "docs/checkpointers.md", "docs/architecture.md", "docs/convert.md"],
+)
 def test_links_between_the_documents_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
         assert ((ROOT / document).parent / target).exists(), target

@@ -53,7 +53,7 @@ class _Found:
     Attributes:
         key: its name in the file.
         module_key: the part of it that names the module.
-        pair: the module.
+        pair: the native module, or one of those that the foreign module is fused of.
         parameter: which of its adapter's tensors it is.
     """
 
@@ -76,14 +76,19 @@ class _Names:
     """Finds the module that a key of the file belongs to, whatever it is wrapped in."""
 
     def __init__(self, layout: Layout) -> None:
-        self._pairs = {_WRAPPERS.sub("", pair.foreign): pair for pair in layout.pairs}
+        self._pairs: dict[str, list[ModulePair]] = {}
+        for pair in layout.pairs:
+            self._pairs.setdefault(_WRAPPERS.sub("", pair.foreign), []).append(pair)
         self._tied = {
             _WRAPPERS.sub("", foreign.removesuffix(".weight")): pair
             for foreign, pair, _ in layout.copies()
         }
 
-    def find(self, key: str) -> _Found | str | None:
-        """An adapter's tensor, or what is wrong with it, or ``None`` if it is no such tensor."""
+    def find(self, key: str) -> list[_Found] | str | None:
+        """An adapter's tensor for each native module that it is for.
+
+        What is wrong with it, if anything is; ``None`` if it is no tensor of an adapter.
+        """
         match = _ADAPTER_KEY.fullmatch(key)
         if match is None:
             if ".lora_embedding_" in key:
@@ -92,20 +97,20 @@ class _Names:
         core = _WRAPPERS.sub("", match["module"])
         if core in self._tied:
             return f"{key}: the base's {core} is its embedding, which takes no adapter natively"
-        pair = self._pairs.get(core)
-        if pair is None or not pair.module.takes_adapter:
+        pairs = self._pairs.get(core, [])
+        if not any(pair.module.takes_adapter for pair in pairs):
             return f"{key}: the base has no such linear module"
         parameter = {"lora_A": LORA_A, "lora_B": LORA_B}.get(match["matrix"], MAGNITUDE)
-        return _Found(key, match["module"], pair, parameter)
+        return [_Found(key, match["module"], pair, parameter) for pair in pairs]
 
-    def find_base(self, key: str) -> tuple[ModulePair, Parameter] | None:
-        """The weight of the base that a key holds a copy of."""
+    def find_base(self, key: str) -> list[tuple[ModulePair, Parameter]]:
+        """The weight of the base that a key holds a copy of, for each part of it."""
         match = _BASE_KEY.fullmatch(key)
         core = "" if match is None else _WRAPPERS.sub("", match["module"])
-        pair = self._pairs.get(core) or self._tied.get(core)
-        if pair is None:
-            return None
-        return next(((pair, p) for p in pair.module.parameters if p in (WEIGHT, TABLE)), None)
+        pairs = self._pairs.get(core, [])
+        if core in self._tied:
+            pairs = [*pairs, self._tied[core]]
+        return [(pair, p) for pair in pairs for p in pair.module.parameters if p in (WEIGHT, TABLE)]
 
 
 def read_peft(
@@ -171,10 +176,10 @@ def from_peft(
             problems += _copy_problems(key, tensors, names, base)
         elif isinstance(found, str):
             problems.append(found)
-        elif found.native in by_native:
-            problems.append(f"{key}: the same tensor as {by_native[found.native].key}")
+        elif found[0].native in by_native:
+            problems.append(f"{key}: the same tensor as {by_native[found[0].native].key}")
         else:
-            by_native[found.native] = found
+            by_native.update({one.native: one for one in found})
     order = {pair.native: number for number, pair in enumerate(layout.pairs)}
     ordered = sorted(by_native.values(), key=lambda found: order[found.pair.native])
     modules = {found.pair.native: found for found in ordered}
@@ -190,7 +195,7 @@ def from_peft(
     if problems:
         raise TensorMismatchError(
             subject,
-            problems,
+            list(dict.fromkeys(problems)),
             "The adapter must be a LoRA or DoRA adapter of this base: check checkpoint_dir, and "
             f"that {PEFT_CONFIG} and the weights belong together.",
         )
@@ -205,7 +210,9 @@ def from_peft(
 
 
 def _read(tensors: TensorSource, found: _Found) -> Tensor:
-    return found.pair.to_native(tensors.read(found.key), found.parameter)
+    # Of a fused module, each part has its own rows of B, and all share A.
+    part = found.pair.part_of(tensors.read(found.key), found.parameter)
+    return found.pair.to_native(part, found.parameter)
 
 
 def _adapter_config(
@@ -243,8 +250,8 @@ def _shapes(
         "rank": rank,
     }
     native = tuple(sizes[axis] for axis in parameter.axes)
-    foreign = pair.to_foreign(torch.empty(native, device="meta"), parameter)
-    return native, tuple(foreign.shape)
+    sizes["out"] = pair.foreign_out
+    return native, tuple(sizes[axis] for axis in parameter.axes)
 
 
 def _shape_problems(
@@ -279,22 +286,24 @@ def _copy_problems(
     """What is wrong with a tensor that is none of the adapter's: nothing if the base has it too."""
     shape = tensors.metas[key].shape
     found = names.find_base(key)
-    if found is None:
+    if not found:
         return [f"{key}: unexpected, {list(shape)}"]
-    pair, parameter = found
-    expected = pair.foreign_shape(parameter)
-    if shape != expected:
-        return [
-            f"{key}: {list(shape)}, where the base has {list(expected)}: it was resized; start "
-            "from the base that it belongs to"
-        ]
-    if base is None:
-        return []
-    own = base.read(f"{pair.native}.{parameter.native}")
-    copy = pair.to_native(tensors.read(key), parameter)
-    if torch.equal(copy.to(own), own):
-        return []
-    return [f"{key}: differs from the base's: it was trained; start from a base that holds it"]
+    for pair, parameter in found:
+        expected = pair.foreign_shape(parameter)
+        if shape != expected:
+            return [
+                f"{key}: {list(shape)}, where the base has {list(expected)}: it was resized; start "
+                "from the base that it belongs to"
+            ]
+        if base is not None:
+            own = base.read(f"{pair.native}.{parameter.native}")
+            copy = pair.to_native(pair.part_of(tensors.read(key), parameter), parameter)
+            if not torch.equal(copy.to(own), own):
+                return [
+                    f"{key}: differs from the base's: it was trained; start from a base that "
+                    "holds it"
+                ]
+    return []
 
 
 def _warn_of_missing(

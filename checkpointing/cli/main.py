@@ -6,11 +6,23 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from checkpointing.cli import cat, cp, download, ls, parity, run, validate
+from checkpointing.cli import (
+    cat,
+    convert,
+    cp,
+    diff,
+    download,
+    inspect,
+    ls,
+    merge,
+    parity,
+    run,
+    validate,
+)
 from checkpointing.errors import CheckpointingError
 
 INTERRUPTED = 130
-_COMMANDS = (download, ls, cp, cat, validate, run, parity)
+_COMMANDS = (download, ls, cp, cat, validate, run, parity, inspect, convert, merge, diff)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

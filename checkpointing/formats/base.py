@@ -93,7 +93,11 @@ def plan_foreign(native: TensorSource, base: OpenModel, format: str) -> TensorSo
 def native_layout(native: TensorSource, base: OpenModel, format: str) -> Layout:
     """The layout of a native model in a foreign format."""
     if base.config is None:
-        raise ConfigError(f"the {format} format needs the model's config, and there is none")
+        raise ConfigError(
+            f"the weights have neither config.json nor params.json beside them, without which "
+            f"their layout in the {format} format is not known; copy the one of the model that "
+            "they came from into their directory"
+        )
     family = FAMILIES[base.config.family]
     tied = is_tied(family, "native", native, base.config.dims.tied, "the model")
     return Layout(family, format, replace(base.config.dims, tied=tied))

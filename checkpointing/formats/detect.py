@@ -11,13 +11,19 @@ from checkpointing.formats.hf import HFFormat
 from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.meta import PARAMS_NAME, MetaFormat
 from checkpointing.formats.tune import TuneFormat
-from checkpointing.storage.read import FilesSource
+from checkpointing.storage.read import open_tensor_file
 
 FORMATS: dict[str, Format] = {"hf": HFFormat(), "meta": MetaFormat(), "tune": TuneFormat()}
 """By the names that commands take."""
 
-_NATIVE_NAME = re.compile(r"(decoder\.)?layers\.\d+\.(attn|sa_norm|mlp)\.")
-_META_NAME = re.compile(r"layers\.\d+\.(attention|feed_forward|attention_norm)\.")
+_NAMES = {
+    "tune": re.compile(r"(decoder\.)?layers\.\d+\.(attn|sa_norm)\."),
+    "meta": re.compile(r"layers\.\d+\.(attention|feed_forward|attention_norm)\."),
+    "hf": re.compile(r"(.*\.)?layers\.\d+\.self_attn\."),
+}
+
+# What transformers' Trainer leaves beside weights or an adapter.
+_TRAINER_FILES = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,11 @@ def find_model(directory: Path) -> FoundModel:
             if name == "hf" and _has_index(directory):
                 raise
             continue
+        files = [path for path in files if path.name not in _TRAINER_FILES]
+        if not files:
+            continue
         # File names mislead: torchtune writes its own layout as model-00001-of-00001.bin too.
-        by_names = _format_of(FilesSource(files[:1]).metas)
+        by_names = _format_of(files) or name
         return FoundModel(directory, FORMATS[by_names], tuple(files))
     raise CheckpointNotFoundError(f"{directory}: holds no model{_what_it_holds(directory)}")
 
@@ -82,21 +91,22 @@ def _has_index(directory: Path) -> bool:
     return any(directory.glob("*.index.json"))
 
 
-def _format_of(names: Iterable[str]) -> str:
-    for name in names:
-        if _NATIVE_NAME.match(name):
-            return "tune"
-        if _META_NAME.match(name):
-            return "meta"
-    return "hf"
+def _format_of(files: Iterable[Path]) -> str | None:
+    for file in files:
+        for tensor in open_tensor_file(file).metas:
+            for format, pattern in _NAMES.items():
+                if pattern.match(tensor):
+                    return format
+    return None
 
 
 def _what_it_holds(directory: Path) -> str:
     merged = directory / "merged"
     if any(directory.glob("adapter_model.*")):
         return (
-            " but an adapter; its merged model is in "
-            f"{merged}" if merged.is_dir() else " but an adapter; merge it with `tune merge`"
+            f" but an adapter; its merged model is in {merged}"
+            if merged.is_dir()
+            else " but an adapter; merge it with `tune merge`"
         )
     inner = [path.name for path in sorted(directory.iterdir()) if (path / "manifest.json").exists()]
     if inner:

@@ -13,7 +13,6 @@ from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelCon
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 _META_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
-_META_DIMS = {"tied"}
 _LARGEST_MULTIPLE = 4096
 
 
@@ -124,10 +123,10 @@ def _not_in_meta(config: ModelConfig) -> list[str]:
     # Every field that has a default is a feature which a plain model lacks.
     features = [
         f"{field.name} ({getattr(part, field.name)})"
-        for part, kept in ((config, set()), (config.dims, _META_DIMS))
+        for part in (config, config.dims)
         for field in dataclasses.fields(part)
         if field.default is not dataclasses.MISSING
-        and field.name not in kept
+        and field.name != "tied"
         and getattr(part, field.name) != field.default
     ]
     scaling = config.rope_scaling

@@ -1,0 +1,80 @@
+"""Compare two models, or two adapters, tensor by tensor.
+
+A and B may be in different formats: tensors are compared in native names and layout, bit for bit.
+The exit code is 0 if all are the same, and 1 if not.
+
+example:
+  tune diff SmolLM2-135M-Instruct out/smollm2_135M_full/epoch_0
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpointing.cli.text import count_text, table
+
+if TYPE_CHECKING:
+    from checkpointing.compare import Difference
+
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `tune diff`."""
+    parser.add_argument("a", metavar="A", type=Path, help="directory of a model or an adapter")
+    parser.add_argument("b", metavar="B", type=Path, help="the same, in any format")
+    parser.add_argument(
+        "--model-type",
+        metavar="NAME",
+        help="such as LLAMA3_2 or mistral, where no config file names the family",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"show all tensors that differ, not the first {_SHOWN}"
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Prints what differs, the largest difference first."""
+    from checkpointing.compare import differences, open_native
+
+    a, b = (open_native(directory, args.model_type) for directory in (args.a, args.b))
+    found = differences(a, b)
+    total = len(a.metas.keys() | b.metas.keys())
+    print(f"same, bit for bit: {total - len(found)} of {count_text(total, 'tensor')}")
+    for title, group in (
+        ("only in A", [each for each in found if each.b is None]),
+        ("only in B", [each for each in found if each.a is None]),
+    ):
+        if group:
+            print(f"{title}: {count_text(len(group), 'tensor')}")
+            _print([(each.name, str(each.a or each.b)) for each in group], 2, args.all)
+    shapes = [each for each in found if each.a and each.b and each.relative is None]
+    if shapes:
+        print(f"other shape: {count_text(len(shapes), 'tensor')}")
+        _print([(each.name, f"{each.a} in A, {each.b} in B") for each in shapes], 2, args.all)
+    measured = [each for each in found if each.relative is not None]
+    if measured:
+        print(f"other values or dtype: {count_text(len(measured), 'tensor')}")
+        header = ("", "max |A-B|", "‖A-B‖/‖A‖", "")
+        _print([header, *map(_row, measured)], 1, args.all)
+    return int(bool(found))
+
+
+def _row(difference: "Difference") -> tuple[str, str, str, str]:
+    a, b = difference.a, difference.b
+    dtypes = ""
+    if a is not None and b is not None and a.dtype != b.dtype:
+        dtypes = " / ".join(str(meta.dtype).removeprefix("torch.") for meta in (a, b))
+    return (
+        difference.name,
+        f"{difference.largest:.3g}",
+        f"{difference.relative:.3g}",
+        dtypes,
+    )
+
+
+def _print(rows: list[tuple[str, ...]], left: int, everything: bool) -> None:
+    hidden = 0 if everything else max(0, len(rows) - _SHOWN - 1)
+    print(table(rows[: len(rows) - hidden], left))
+    if hidden:
+        print(f"  ... and {hidden} more (--all shows them)")

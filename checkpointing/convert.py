@@ -1,0 +1,262 @@
+"""Changing the format of a model: no model is built, and tensors are converted as they are written.
+
+:func:`plan_conversion` finds all that is wrong from headers and configs; :func:`write_model`
+writes what it gave.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpointing.errors import ConfigError
+from checkpointing.formats.base import SHARD_NAME, Format, OpenModel, WriteOptions
+from checkpointing.formats.detect import FORMATS, FoundModel, find_model
+from checkpointing.formats.hf import config_for_weights
+from checkpointing.formats.hf_config import CONFIG_NAME
+from checkpointing.formats.made_configs import hf_config_for, params_for
+from checkpointing.formats.meta import PARAMS_NAME
+from checkpointing.formats.tune import missing_config
+from checkpointing.mapping.tensors import TensorSource
+from checkpointing.nearest import hint
+from checkpointing.progress import bytes_progress
+from checkpointing.storage.commit import check_room, recover, staged_directory
+from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from checkpointing.storage.paths import is_within
+from checkpointing.storage.read import read_json
+from checkpointing.storage.side_files import side_files
+from checkpointing.storage.write import parse_size, plan_shards
+
+_GENERATION_CONFIG = "generation_config.json"
+# Written anew or not true of other files; Meta's checklist holds checksums of its own weights.
+_NOT_COPIED = {CONFIG_NAME, PARAMS_NAME, "checklist.chk"}
+
+
+@dataclass(frozen=True)
+class ModelToWrite:
+    """All that will be written, checked, before a byte of it is.
+
+    Attributes:
+        source: directory of the model that it is made from.
+        format: the format to write.
+        base: the model that it is made from.
+        tensors: as the format stores them.
+        config_text: name and content of the config file, ``None`` for none.
+        side_files: files to copy as they are.
+        max_shard_bytes: largest weight file.
+        facts: for the manifest.
+        notes: what the user should know, one line each.
+    """
+
+    source: Path
+    format: Format
+    base: OpenModel
+    tensors: TensorSource
+    config_text: tuple[str, str] | None
+    side_files: tuple[Path, ...]
+    max_shard_bytes: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors."""
+        return sum(meta.nbytes for meta in self.tensors.metas.values())
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Names of the weight files."""
+        if self.format.name == "meta":
+            return [f"consolidated.{rank:02d}.pth" for rank in range(self.base.ranks)]
+        count = len(plan_shards(self.tensors.metas, self.max_shard_bytes))
+        return [SHARD_NAME.format(n, count) + ".safetensors" for n in range(1, count + 1)]
+
+
+def plan_conversion(
+    source: Path, to: str, model_type: str | None = None, max_shard_size: str | int = "5GB"
+) -> ModelToWrite:
+    """Plans the same model in another format, with the same bits.
+
+    Args:
+        source: directory of a model in any format.
+        to: ``"hf"``, ``"meta"`` or ``"tune"``.
+        model_type: needed where no config file names the family.
+        max_shard_size: largest file; Meta's format has one file for each rank instead.
+
+    Raises:
+        CheckpointNotFoundError: if there is no model.
+        ConfigError: if the format is unknown or cannot hold the model.
+        TensorMismatchError: lists every tensor that does not belong to the model.
+    """
+    found = find_model(source)
+    return plan_model(found, found.open(model_type), to, max_shard_size)
+
+
+def plan_model(
+    found: FoundModel, model: OpenModel, to: str, max_shard_size: str | int = "5GB"
+) -> ModelToWrite:
+    """Plans the writing of an opened model, whose tensors may be others than its files hold.
+
+    Args:
+        found: where it comes from.
+        model: its native tensors and config.
+        to: ``"hf"``, ``"meta"`` or ``"tune"``.
+        max_shard_size: largest file.
+
+    Raises:
+        ConfigError: if the format is unknown or cannot hold the model.
+        TensorMismatchError: lists every tensor that does not belong to the model.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"format: {to!r} is unknown, {hint(to, FORMATS)}")
+    if model.config is None and to != "tune":
+        raise missing_config(found.directory)
+    read_manifest(found.directory)  # a checkpoint of ours says if a file of it is damaged
+    made_params = to == "meta" and not _has_params(found)
+    if made_params and model.config is not None:
+        params_for(model.config, found.directory)  # refuses before the tensors do
+    tensors = FORMATS[to].plan(model.native, model)
+    copied = tuple(p for p in side_files(found.directory) if p.name not in _NOT_COPIED)
+    family = None if model.config is None else model.config.family
+    return ModelToWrite(
+        source=found.directory,
+        format=FORMATS[to],
+        base=model,
+        tensors=tensors,
+        config_text=_config_text(found, model, to, tensors),
+        side_files=copied,
+        max_shard_bytes=parse_size(max_shard_size),
+        facts={
+            "format": to,
+            "family": family,
+            "converted_from": {
+                "directory": str(found.directory.resolve()),
+                "format": found.format.name,
+            },
+        },
+        notes=tuple(_notes(found, model, to, {path.name for path in copied})),
+    )
+
+
+def _has_params(found: FoundModel) -> bool:
+    return found.config_file is not None and found.config_file.name == PARAMS_NAME
+
+
+def _config_text(
+    found: FoundModel, model: OpenModel, to: str, tensors: TensorSource
+) -> tuple[str, str] | None:
+    own = found.config_file
+    if own is None or model.config is None:
+        return None
+    name = {"hf": CONFIG_NAME, "meta": PARAMS_NAME}.get(to, own.name)
+    if own.name == name == CONFIG_NAME:
+        head = "output.weight" if to == "tune" else "lm_head.weight"
+        return name, config_for_weights(own, tensors, head)
+    if own.name == name:
+        return name, own.read_text(encoding="utf-8")
+    if name == PARAMS_NAME:
+        made = params_for(model.config, found.directory)
+    else:
+        dtypes = Counter(meta.dtype for meta in tensors.metas.values())
+        dtype: torch.dtype = dtypes.most_common(1)[0][0]
+        made = hf_config_for(model.config, dtype, _token_ids(found.directory), found.directory)
+    return name, json.dumps(made, indent=2) + "\n"
+
+
+def _token_ids(directory: Path) -> dict[str, Any]:
+    path = directory / _GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
+
+
+def _notes(found: FoundModel, model: OpenModel, to: str, copied: set[str]) -> list[str]:
+    notes = []
+    config = model.config
+    own = found.config_file
+    if config is None or own is None:
+        return ["there is no config file, so the tensors were not checked against one"]
+    if to == "hf" and own.name == PARAMS_NAME:
+        if "eos_token_id" not in _token_ids(found.directory):
+            notes.append(
+                "params.json does not know the bos and eos token ids: they are null in config.json"
+            )
+        if "tokenizer.json" not in copied:
+            notes.append(
+                "there is no tokenizer.json, which transformers and the recipes here read: copy "
+                "the one of the model's Hugging Face repository"
+            )
+    if to == "meta" and own.name == CONFIG_NAME:
+        notes.append(
+            f"params.json has no place for the context length, {config.max_seq_len} tokens"
+        )
+        if config.dims.head_dim * config.dims.heads != config.dims.hidden:
+            notes.append(
+                f"head_dim {config.dims.head_dim} is not dim / n_heads: `tune` reads it from "
+                "params.json, Meta's own code does not"
+            )
+        if config.family != "llama":
+            notes.append(f"params.json names no family: read it with --model-type {config.family}")
+    return notes
+
+
+def check_destination(destination: Path, apart_from: tuple[Path, ...], overwrite: bool) -> None:
+    """Checks that writing a directory can destroy nothing.
+
+    Args:
+        destination: the directory to write.
+        apart_from: directories that are read; neither may lie in the other.
+        overwrite: replace a model that was written by the same means before.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    for directory in apart_from:
+        if is_within(destination, directory) or is_within(directory, destination):
+            raise ConfigError(
+                f"{destination} and {directory} lie in each other; choose a place elsewhere, so "
+                "that nothing that is read is overwritten"
+            )
+    if not destination.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"{destination} exists; choose another place, or add --overwrite")
+    # Whatever else the directory holds would go with it.
+    ours = destination.is_dir() and (destination / MANIFEST_NAME).is_file()
+    if not ours and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ConfigError(
+            f"{destination} was not written by `tune` (it has no {MANIFEST_NAME}) and is not "
+            "overwritten; remove it yourself or choose another place"
+        )
+
+
+def write_model(plan: ModelToWrite, destination: Path, overwrite: bool = False) -> None:
+    """Writes a planned model; the directory appears whole, or not at all.
+
+    Args:
+        plan: from :func:`plan_conversion` or :func:`plan_model`.
+        destination: the directory to write.
+        overwrite: replace an existing one.
+
+    Raises:
+        ConfigError: if the destination exists, or lies in the source or around it.
+        OutOfSpaceError: if the disk has no room; nothing is written then.
+    """
+    check_destination(destination, (plan.source,), overwrite)
+    recover(destination.parent)
+    check_room(destination, plan.nbytes)
+    with (
+        bytes_progress(f"writing {destination.name}", plan.nbytes) as progress,
+        staged_directory(destination) as staging,
+    ):
+        for path in plan.side_files:
+            shutil.copyfile(path, staging / path.name)
+        if plan.config_text is not None:
+            name, text = plan.config_text
+            (staging / name).write_text(text, encoding="utf-8")
+        options = WriteOptions(True, plan.max_shard_bytes, progress)
+        plan.format.write(staging, plan.tensors, plan.base, options)
+        write_manifest(staging, plan.facts)
