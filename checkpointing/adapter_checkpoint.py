@@ -9,7 +9,7 @@ from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.lora import check_adapter, config_of_tensors, linear_shapes
 from checkpointing.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH
 from checkpointing.adapters.peft_config_in import parse_peft_config
-from checkpointing.adapters.peft_in import read_peft
+from checkpointing.adapters.peft_in import peft_weights, read_peft
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats.base import OpenModel, native_layout
 from checkpointing.mapping.tensors import TensorSource
@@ -146,18 +146,3 @@ def _open_peft(directory: Path, base: OpenModel | None) -> AdapterCheckpoint:
         use_rslora=settings.use_rslora,
     )
     return AdapterCheckpoint(directory, open_tensor_file(peft_weights(directory)), config, facts)
-
-
-def peft_weights(directory: Path) -> Path:
-    """The file with the tensors of a PEFT adapter directory.
-
-    Raises:
-        CheckpointNotFoundError: if there is none.
-    """
-    for name in (PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH):
-        if (directory / name).is_file():
-            return directory / name
-    raise CheckpointNotFoundError(
-        f"{directory}: holds neither {PEFT_WEIGHTS} nor {PEFT_WEIGHTS_TORCH}; get the adapter's "
-        "weights too"
-    )

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpointing.adapter_checkpoint import has_adapter, peft_weights
+from checkpointing.adapter_checkpoint import ADAPTER_NAME, has_adapter
+from checkpointing.adapters.peft_in import peft_weights
 from checkpointing.errors import CheckpointNotFoundError
 from checkpointing.formats.detect import find_model
-from checkpointing.full_model import ADAPTER_NAME
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.read import open_tensor_file

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from checkpointing.errors import ConfigError
-from checkpointing.formats.base import SHARD_NAME, Format, OpenModel, WriteOptions
+from checkpointing.formats.base import Format, OpenModel, WriteOptions
 from checkpointing.formats.detect import FORMATS, FoundModel, find_model
 from checkpointing.formats.hf import config_for_weights
 from checkpointing.formats.hf_config import CONFIG_NAME
@@ -30,7 +30,7 @@ from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest, write_m
 from checkpointing.storage.paths import is_within
 from checkpointing.storage.read import read_json
 from checkpointing.storage.side_files import side_files
-from checkpointing.storage.write import parse_size, plan_shards
+from checkpointing.storage.write import Progress, parse_size
 
 _GENERATION_CONFIG = "generation_config.json"
 # Written anew or not true of other files; Meta's checklist holds checksums of its own weights.
@@ -71,10 +71,11 @@ class ModelToWrite:
     @property
     def weight_files(self) -> list[str]:
         """Names of the weight files."""
-        if self.format.name == "meta":
-            return [f"consolidated.{rank:02d}.pth" for rank in range(self.base.ranks)]
-        count = len(plan_shards(self.tensors.metas, self.max_shard_bytes))
-        return [SHARD_NAME.format(n, count) + ".safetensors" for n in range(1, count + 1)]
+        return self.format.file_names(self.tensors, self.base, self.options(lambda _: None))
+
+    def options(self, progress: Progress) -> WriteOptions:
+        """How the weights are written."""
+        return WriteOptions(True, self.max_shard_bytes, progress)
 
 
 def plan_conversion(
@@ -257,6 +258,5 @@ def write_model(plan: ModelToWrite, destination: Path, overwrite: bool = False) 
         if plan.config_text is not None:
             name, text = plan.config_text
             (staging / name).write_text(text, encoding="utf-8")
-        options = WriteOptions(True, plan.max_shard_bytes, progress)
-        plan.format.write(staging, plan.tensors, plan.base, options)
+        plan.format.write(staging, plan.tensors, plan.base, plan.options(progress))
         write_manifest(staging, plan.facts)

@@ -103,7 +103,7 @@ def _describe_adapter(directory: Path, model_type: str | None, base: Path | None
         "kind": ("rs" if config.use_rslora else "") + ("DoRA" if config.use_dora else "LoRA"),
         "rank": config.r,
         "alpha": config.alpha,
-        "scale": config.alpha / (config.r**0.5 if config.use_rslora else config.r),
+        "scale": config.scale(""),  # of modules that no pattern names
         "targets": list(config.target_modules),
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),

@@ -15,9 +15,7 @@ from torch import Tensor
 from checkpointing.adapter_checkpoint import ADAPTER_NAME, find_adapter, open_adapter
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.lora import check_adapter, config_of_tensors, linear_shapes
-from checkpointing.adapters.peft import (
-    PeftAdapter,
-)
+from checkpointing.adapters.peft import PeftAdapter
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats import Format, OpenModel, WriteOptions
 from checkpointing.formats.base import CheckpointFiles
@@ -43,7 +41,7 @@ from checkpointing.save_plan import (
 )
 from checkpointing.storage.commit import check_room, recover, staged_directory
 from checkpointing.storage.fingerprint import fingerprint
-from checkpointing.storage.manifest import write_manifest
+from checkpointing.storage.manifest import MANIFEST_NAME, write_manifest
 from checkpointing.storage.paths import is_within
 from checkpointing.storage.side_files import side_files
 from checkpointing.storage.write import Progress, parse_size, write_torch_file
@@ -124,24 +122,23 @@ class FullModelCheckpointer:
     def _locate_resumed(
         self, directory: Path, resume: bool | str | Path, recipe_checkpoint: str | Path | None
     ) -> None:
-        try:
-            self._resumed = checkpoint_to_resume(directory, resume)
-        except CheckpointNotFoundError:
-            # torchtune's own checkpoints have no manifest; its users name the files.
-            if recipe_checkpoint is None or str(recipe_checkpoint) == RECIPE_STATE_NAME:
-                raise
-        else:
-            logger.info("resuming from %s", self._resumed.directory)
+        # Weights, adapter and recipe state must be of one checkpoint: a recipe state that is named
+        # decides which. One without a manifest is torchtune's, whose users name the other files.
+        named = self._locate(recipe_checkpoint, RECIPE_STATE_NAME)
+        if named is not None and not (named.parent / MANIFEST_NAME).is_file():
+            return
+        self._resumed = checkpoint_to_resume(directory, resume if named is None else named.parent)
+        logger.info("resuming from %s", self._resumed.directory)
 
     def _locate_adapter(self, named: str | Path | None) -> Path | None:
         """A native adapter file, or a PEFT adapter directory.
 
-        A directory is where a run starts; one that resumes has an adapter of its own by then.
+        What is named is where a run starts; one that resumes has an adapter of its own by then.
         """
         path = self._locate(named, ADAPTER_NAME)
         resumed = self._locate(None, ADAPTER_NAME)
-        if path is not None and path.is_dir() and resumed is not None:
-            logger.info("resuming with the adapter of %s, not that of %s", resumed.parent, path)
+        if resumed is not None and path != resumed:
+            logger.info("resuming with the adapter of %s, not %s", resumed.parent, path)
             return resumed
         return None if path is None else find_adapter(path)
 

@@ -17,6 +17,7 @@ from checkpointing.storage.read import load_torch_file
 logger = logging.getLogger(__name__)
 
 RECIPE_STATE_NAME = "recipe_state.pt"
+_RUN_ID = "run_id"
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class SavedCheckpoint:
 def saved_checkpoints(output_dir: Path) -> list[SavedCheckpoint]:
     """The complete checkpoints in a directory, the newest last.
 
-    What a directory is called does not matter, and one without a manifest is none of ours. A
-    damaged one is left out, and said to be.
+    What a directory is called does not matter. One without a manifest is none of ours, and one
+    that no run saved, such as a converted model, is nothing to resume from. A damaged one is left
+    out, and said to be.
     """
     found = []
     for directory in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
@@ -51,7 +53,7 @@ def saved_checkpoints(output_dir: Path) -> list[SavedCheckpoint]:
             except CorruptCheckpointError as error:
                 logger.warning("not used: %s", error)
                 continue
-            if manifest is not None:
+            if manifest is not None and _RUN_ID in manifest:
                 found.append(SavedCheckpoint(directory, manifest))
     return sorted(found, key=lambda checkpoint: checkpoint.age)
 
@@ -66,9 +68,10 @@ def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCh
     if not isinstance(wanted, bool):
         directory = Path(wanted)
         manifest = read_manifest(directory)
-        if manifest is None:
+        if manifest is None or _RUN_ID not in manifest:
             raise CheckpointNotFoundError(
-                f"{directory}: is no checkpoint to resume from, it has no manifest.json"
+                f"{directory}: is no checkpoint of a run, it has no manifest.json of one; give the "
+                "directory of a checkpoint, such as epoch_0"
             )
         return SavedCheckpoint(directory, manifest)
     checkpoints = saved_checkpoints(output_dir)

@@ -347,3 +347,42 @@ def test_an_exception_in_the_middle_of_a_save_leaves_the_model_as_it_was(name, b
         make(name, base).save_checkpoint(state, epoch=0)
     assert_same_tensors(weights, before)
     assert list((base.parent / "out").iterdir()) == []
+
+
+def test_a_named_recipe_state_decides_which_checkpoint_all_of_it_is_of(name, base):
+    weights = make(name, base).load_checkpoint()["model"]
+    adapters = [random_adapter(CONFIG.dims, ADAPTER, seed) for seed in (1, 2)]
+    for epoch, adapter in enumerate(adapters):
+        state = adapter_state(weights, adapter, steps_run=10 + epoch)
+        make(name, base).save_checkpoint(state, epoch, adapter_only=True)
+    resumed = make(
+        name, base, should_load_recipe_state=True, recipe_checkpoint="epoch_0/recipe_state.pt"
+    ).load_checkpoint()
+    assert resumed["steps_run"] == 10
+    assert_same_tensors(resumed["adapter"], adapters[0])
+
+
+def test_an_adapter_to_start_from_is_not_taken_for_that_of_the_resumed_checkpoint(name, base):
+    weights = make(name, base).load_checkpoint()["model"]
+    start, trained = (random_adapter(CONFIG.dims, ADAPTER, seed) for seed in (1, 2))
+    file = base.parent / "start.pt"
+    torch.save(start, file)
+    make(name, base).save_checkpoint(adapter_state(weights, trained, steps_run=5), epoch=0)
+    options = {"adapter_checkpoint": file}
+    assert_same_tensors(make(name, base, **options).load_checkpoint()["adapter"], start)
+    resumed = make(name, base, should_load_recipe_state=True, **options).load_checkpoint()
+    assert_same_tensors(resumed["adapter"], trained)
+
+
+def test_a_converted_model_in_the_output_directory_is_nothing_to_resume_from(name, base):
+    from checkpointing.convert import plan_conversion, write_model
+    from checkpointing.errors import CheckpointNotFoundError
+
+    converted = base.parent / "out" / "converted"
+    write_model(plan_conversion(base, "tune"), converted)
+    for resume in (True, str(converted)):
+        with pytest.raises(CheckpointNotFoundError, match="checkpoint"):
+            make(name, base, should_load_recipe_state=resume)
+    state = {**make(name, base).load_checkpoint(), "steps_run": 3}
+    make(name, base).save_checkpoint(state, epoch=0)
+    assert make(name, base, should_load_recipe_state=True).load_checkpoint()["steps_run"] == 3

@@ -113,6 +113,21 @@ class _Names:
         return [(pair, p) for pair in pairs for p in pair.module.parameters if p in (WEIGHT, TABLE)]
 
 
+def peft_weights(directory: Path) -> Path:
+    """The file with the tensors of a PEFT adapter directory.
+
+    Raises:
+        CheckpointNotFoundError: if there is none.
+    """
+    for name in (PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH):
+        if (directory / name).is_file():
+            return directory / name
+    raise CheckpointNotFoundError(
+        f"{directory}: holds neither {PEFT_WEIGHTS} nor {PEFT_WEIGHTS_TORCH}; get the adapter's "
+        "weights too"
+    )
+
+
 def read_peft(
     directory: Path, layout: Layout, base: TensorSource | None = None
 ) -> tuple[LazyTensors, AdapterConfig]:
@@ -130,14 +145,8 @@ def read_peft(
         TensorMismatchError: lists every tensor that does not belong to the adapter or its base.
     """
     config = read_json(directory / PEFT_CONFIG)
-    for name in (PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH):
-        if (directory / name).is_file():
-            tensors = open_tensor_file(directory / name)
-            return from_peft(tensors, config, layout, str(directory / name), base)
-    raise CheckpointNotFoundError(
-        f"{directory}: holds {PEFT_CONFIG}, but neither {PEFT_WEIGHTS} nor {PEFT_WEIGHTS_TORCH}; "
-        "get the adapter's weights too"
-    )
+    weights = peft_weights(directory)
+    return from_peft(open_tensor_file(weights), config, layout, str(weights), base)
 
 
 def from_peft(

@@ -21,6 +21,8 @@ GEMMA = Family(
     modules=decoder_modules(),
     formats={"hf": hf_rules(permuted=True)},
     hf_defaults={**_DEFAULTS, "num_key_value_heads": 16},
+    # The first releases said "gelu" and meant the approximation by tanh.
+    hf_aliases={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},
     fused_in_engines=FUSED_IN_ENGINES,
     norm_offset=1.0,
     scaled_embedding=True,

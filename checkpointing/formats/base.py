@@ -69,6 +69,11 @@ class Format(Protocol):
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         """The tensors as the format stores them; finds all problems, writes nothing."""
 
+    def file_names(
+        self, foreign: TensorSource, base: OpenModel, options: WriteOptions
+    ) -> list[str]:
+        """Names of the weight files that :meth:`write` makes."""
+
     def write(
         self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
     ) -> None:
@@ -180,6 +185,13 @@ def read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def shard_names(source: TensorSource, options: WriteOptions) -> list[str]:
+    """Names of the files that :func:`write_shards` makes, in order."""
+    count = len(plan_shards(source.metas, options.max_shard_bytes))
+    suffix = ".safetensors" if options.safe_serialization else ".bin"
+    return [SHARD_NAME.format(number, count) + suffix for number in range(1, count + 1)]
+
+
 def write_shards(
     directory: Path, source: TensorSource, options: WriteOptions
 ) -> tuple[dict[str, str], int]:
@@ -189,14 +201,9 @@ def write_shards(
         For each tensor the file that holds it, and the number of bytes of all tensors.
     """
     shards = plan_shards(source.metas, options.max_shard_bytes)
-    suffix, write = (
-        (".safetensors", write_safetensors)
-        if options.safe_serialization
-        else (".bin", write_torch_file)
-    )
+    write = write_safetensors if options.safe_serialization else write_torch_file
     file_of = {}
-    for number, names in enumerate(shards, 1):
-        file_name = SHARD_NAME.format(number, len(shards)) + suffix
+    for file_name, names in zip(shard_names(source, options), shards, strict=True):
         write(directory / file_name, source, names, options.progress)
         file_of.update(dict.fromkeys(names, file_name))
     return file_of, sum(meta.nbytes for meta in source.metas.values())

@@ -13,6 +13,7 @@ from checkpointing.formats.base import (
     named_files,
     plan_foreign,
     read_index,
+    shard_names,
     write_shards,
 )
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
@@ -54,6 +55,11 @@ class HFFormat:
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         return plan_foreign(native, base, self.name)
+
+    def file_names(
+        self, foreign: TensorSource, base: OpenModel, options: WriteOptions
+    ) -> list[str]:
+        return shard_names(foreign, options)
 
     def write(
         self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions

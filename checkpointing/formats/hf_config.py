@@ -17,12 +17,12 @@ from checkpointing.storage.read import read_json
 
 CONFIG_NAME = "config.json"
 
-# Native name of an activation by Hugging Face's. Gemma's "gelu" means the approximation by tanh.
+# Native name of an activation by Hugging Face's.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu_tanh",
+    "gelu": "gelu",
 }
 
 _FIELDS = {
@@ -63,6 +63,8 @@ def parse_hf_config(
         ConfigError: if a size is missing, or no positive whole number.
     """
     values = {**family.hf_defaults, **config}
+    for key, aliases in family.hf_aliases.items():
+        values[key] = aliases.get(values[key], values[key])
     tensors = source.metas
     sizes = {
         field: size_field(path, values, key, size_from_tensors(family, format, field, tensors))

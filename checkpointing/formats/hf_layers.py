@@ -29,7 +29,7 @@ def attention_layers(
     if "sliding_window" not in family.hf_defaults or values["sliding_window"] is None or unused:
         return None, ()
     window = size_field(path, values, "sliding_window")
-    types = _layer_types(values, layers)
+    types = _layer_types(path, values, layers)
     if len(types) != layers or set(types) - {_FULL, _SLIDING}:
         raise ConfigError(
             f"{path}: layer_types must name {_FULL} or {_SLIDING} for each of the {layers} layers"
@@ -38,12 +38,16 @@ def attention_layers(
     return (None, ()) if len(full) == layers else (window, full)
 
 
-def _layer_types(values: Mapping[str, Any], layers: int) -> Sequence[str]:
+def _layer_types(path: Path, values: Mapping[str, Any], layers: int) -> Sequence[str]:
     if values.get("layer_types") is not None:
         return list(values["layer_types"])
     if "layer_types_cycle" in values:
         cycle = values["layer_types_cycle"]
         return [cycle[layer % len(cycle)] for layer in range(layers)]
+    if "no_rope_layer_interval" in values:
+        # SmolLM3 slides its window in just the layers without positions.
+        sliding = no_rope_layers(path, values, layers)
+        return [_SLIDING if layer in sliding else _FULL for layer in range(layers)]
     if "max_window_layers" in values:
         first = values["max_window_layers"]
         return [_FULL if layer < first else _SLIDING for layer in range(layers)]

@@ -59,11 +59,13 @@ def hf_config_for(
         "eos_token_id": token_ids.get("eos_token_id"),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if config.family == "mistral":
-        made["sliding_window"] = config.sliding_window
-    else:
-        made |= {"attention_bias": dims.attention_bias, "mlp_bias": dims.mlp_bias}
-    return made
+    optional = {
+        "sliding_window": config.sliding_window,
+        "attention_bias": dims.attention_bias,
+        "mlp_bias": dims.mlp_bias,
+    }
+    known = FAMILIES[config.family].hf_defaults
+    return made | {key: value for key, value in optional.items() if key in known}
 
 
 def _rope_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None:

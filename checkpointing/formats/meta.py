@@ -69,12 +69,17 @@ class MetaFormat:
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         return plan_foreign(native, base, self.name)
 
+    def file_names(
+        self, foreign: TensorSource, base: OpenModel, options: WriteOptions
+    ) -> list[str]:
+        return [_SHARD.format(rank) for rank in range(base.ranks)]
+
     def write(
         self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
     ) -> None:
-        for rank, shard in enumerate(cut(foreign, base.cut_dims, base.ranks)):
-            path = directory / _SHARD.format(rank)
-            write_torch_file(path, shard, list(shard.metas), options.progress)
+        shards = cut(foreign, base.cut_dims, base.ranks)
+        for name, shard in zip(self.file_names(foreign, base, options), shards, strict=True):
+            write_torch_file(directory / name, shard, list(shard.metas), options.progress)
 
 
 def _check_complete(directory: Path, paths: Sequence[Path]) -> None:

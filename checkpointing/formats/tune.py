@@ -11,6 +11,7 @@ from checkpointing.formats.base import (
     WriteOptions,
     named_files,
     native_layout,
+    shard_names,
     write_shards,
 )
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
@@ -57,6 +58,11 @@ class TuneFormat:
         if base.config is not None:
             check_native(native_layout(native, base, "hf"), native.metas, "saving a model")
         return native
+
+    def file_names(
+        self, foreign: TensorSource, base: OpenModel, options: WriteOptions
+    ) -> list[str]:
+        return shard_names(foreign, options)
 
     def write(
         self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions

@@ -20,6 +20,7 @@ class Family:
         formats: for each foreign format the rules for all of the modules.
         hf_defaults: what transformers takes where ``config.json`` lacks a field. Sizes that the
             tensors show (layers, vocabulary, widths) are read from them instead.
+        hf_aliases: for a field of config.json, values that transformers takes for others.
         fused_in_engines: last names of native modules that inference engines compute as one, so
             that an adapter for them must name all of a group or none.
         rotates_halves: the native decoder rotates the first half of a head against the second,
@@ -32,6 +33,7 @@ class Family:
     modules: tuple[Module, ...]
     formats: Mapping[str, tuple[Rule | Tied | Dropped, ...]]
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    hf_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fused_in_engines: tuple[tuple[str, ...], ...] = ()
     rotates_halves: bool = False
     norm_offset: float = 0.0

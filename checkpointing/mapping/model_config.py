@@ -74,7 +74,7 @@ class ModelConfig:
         full_attention_layers: layers in which a token attends to all, in spite of the window.
         no_rope_layers: layers without positions.
         rotary_dim: elements of a head, from its first on, that are rotated; ``None``: all.
-        activation: of the feed-forward layer, ``"silu"`` or ``"gelu_tanh"``.
+        activation: of the feed-forward layer: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         attention_scale: what the products of queries and keys are multiplied with; ``None`` for
             ``head_dim ** -0.5``.
         attention_softcap: c of ``c tanh(x / c)`` on these products; ``None`` for none.

@@ -122,3 +122,24 @@ def test_a_config_with_sizes_alone_means_what_transformers_takes_for_the_rest(tm
     with torch.no_grad():
         expected = model.double().eval()(tokens()).logits
         assert (native(tokens()) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_types_of_layers_that_a_config_leaves_out_are_those_that_transformers_derives(
+    tmp_path, name
+):
+    write(name, tmp_path)
+    expected = FullModelHFCheckpointer(tmp_path).model_config
+    raw = json.loads((tmp_path / "config.json").read_text())
+    # transformers writes them out when it saves; a config from elsewhere may lack them.
+    raw.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert FullModelHFCheckpointer(tmp_path).model_config == expected
+
+
+def test_gelu_in_a_config_of_gemma_means_the_approximation_as_transformers_takes_it(tmp_path):
+    model = write("gemma", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "hidden_act": "gelu"}))
+    assert type(model).from_pretrained(tmp_path).config.hidden_act == "gelu_pytorch_tanh"
+    assert FullModelHFCheckpointer(tmp_path).model_config.activation == "gelu_tanh"

@@ -28,6 +28,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
     "llama, every head its own key": ("llama", {"num_key_value_heads": 6}),
     "mistral": ("mistral", {"sliding_window": 9}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
@@ -62,6 +63,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3, window in layers without positions": (
+        "smollm3",
+        {**SLIDING, "no_rope_layer_interval": 2},
+    ),
     "smollm3, window": ("smollm3", {**SLIDING, "no_rope_layers": [1, 0, 1]}),
 }
 
