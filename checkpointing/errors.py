@@ -2,10 +2,20 @@
 
 import re
 from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+from checkpointing.printable import printable, printable_lines
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class CheckpointingError(Exception):
     """Base class of all errors that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        # Names in a message may come from a file, and a terminal obeys what they hold.
+        return printable_lines(super().__str__())
 
 
 class CheckpointNotFoundError(CheckpointingError, FileNotFoundError):
@@ -24,8 +34,12 @@ class ConfigError(CheckpointingError, ValueError):
     """A config (of a model, an adapter or a recipe) is wrong or contradicts another."""
 
 
-class OutOfSpaceError(CheckpointingError, OSError):
-    """The disk has no room for what is about to be written."""
+class WriteError(CheckpointingError, OSError):
+    """The system refuses to write, rename or remove what must be for a checkpoint."""
+
+
+class OutOfSpaceError(WriteError):
+    """The disk, or a quota, has no room for what is to be written."""
 
 
 class TensorMismatchError(CheckpointingError, ValueError):
@@ -37,23 +51,31 @@ class TensorMismatchError(CheckpointingError, ValueError):
 
     def __init__(self, subject: str, problems: Sequence[str], remedy: str) -> None:
         self.problems = tuple(problems)
-        lines = "\n".join(f"  - {problem}" for problem in _fold_layers(problems))
+        lines = "\n".join(f"  - {printable(problem)}" for problem in _fold_layers(problems))
         count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
-        super().__init__(f"{subject}: {count}\n{lines}\n{remedy}")
+        super().__init__(f"{printable(subject)}: {count}\n{lines}\n{remedy}")
 
 
 def _fold_layers(problems: Sequence[str]) -> list[str]:
-    """Says once what is the same in several layers."""
-    layers: dict[str, list[str]] = {}
+    """Says once what is the same in several layers, and in several experts of theirs."""
+    folded: dict[str, list[tuple[str, ...]]] = {}
     for problem in problems:
-        match = re.search(r"(?<=\.)\d+(?=\.)", problem.partition(":")[0])
-        pattern = (
-            problem if match is None else f"{problem[: match.start()]}*{problem[match.end() :]}"
-        )
-        layers.setdefault(pattern, []).append("" if match is None else match[0])
-    return [
-        pattern.replace("*", numbers[0], 1)
-        if len(numbers) == 1
-        else f"{pattern} (* is {', '.join(numbers)})"
-        for pattern, numbers in layers.items()
-    ]
+        name, colon, rest = problem.partition(":")
+        numbers = tuple(_NUMBER.findall(name))
+        folded.setdefault(f"{_NUMBER.sub('*', name)}{colon}{rest}", []).append(numbers)
+    lines = []
+    for pattern, found in folded.items():
+        columns = [list(dict.fromkeys(column)) for column in zip(*found, strict=True)]
+        is_whole = prod(map(len, columns)) == len(found) and list(product(*columns)) == found
+        if len(found) == 1 or not is_whole:
+            lines += [_filled(pattern, numbers) for numbers in found]
+        else:
+            names = " and ".join(", ".join(column) for column in columns)
+            lines.append(f"{pattern} (* is {names})")
+    return lines
+
+
+def _filled(pattern: str, numbers: tuple[str, ...]) -> str:
+    for number in numbers:
+        pattern = pattern.replace("*", number, 1)
+    return pattern

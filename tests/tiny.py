@@ -19,8 +19,14 @@ LAYER_LINEARS = {
     "mlp.w2": ("hidden", "ffn"),
     "mlp.w3": ("ffn", "hidden"),
 }
+EXPERTS_LINEARS = {
+    "mlp.experts.gate_proj": ("expert_ffn", "hidden"),
+    "mlp.experts.up_proj": ("expert_ffn", "hidden"),
+    "mlp.experts.down_proj": ("hidden", "expert_ffn"),
+}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj")
 MLP = ("w1", "w2", "w3")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def write_hf(model: nn.Module, directory: Path, **save_options: object) -> Path:
@@ -29,16 +35,30 @@ def write_hf(model: nn.Module, directory: Path, **save_options: object) -> Path:
     return directory
 
 
-def linear_sizes(dims: Dims, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Full native name and (out, in) of every target module of a model."""
-    sizes = {}
+def linear_sizes(dims: Dims, targets: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Full native name and (out, in) of every target module of a model.
+
+    Of experts, (experts, in, out), as they are stored.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
     for layer in range(dims.layers):
+        sparse = layer in dims.expert_layers
         for name, (out, in_) in LAYER_LINEARS.items():
-            if name.rsplit(".", 1)[-1] in targets:
+            if name.rsplit(".", 1)[-1] in targets and not (sparse and "mlp" in name):
                 sizes[f"layers.{layer}.{name}"] = (getattr(dims, out), getattr(dims, in_))
+        for name, (out, in_) in EXPERTS_LINEARS.items() if sparse else ():
+            if name.rsplit(".", 1)[-1] in targets:
+                shape = (dims.experts, getattr(dims, in_), getattr(dims, out))
+                sizes[f"layers.{layer}.{name}"] = shape
     if "output" in targets:
         sizes["output"] = (dims.vocab, dims.hidden)
     return sizes
+
+
+def targets_of(dims: Dims, wanted: Iterable[str]) -> tuple[str, ...]:
+    """Those of the wanted target modules that a model has."""
+    names = {module.rsplit(".", 1)[-1] for module in linear_sizes(dims, wanted)}
+    return tuple(name for name in wanted if name in names)
 
 
 def random_adapter(
@@ -47,8 +67,15 @@ def random_adapter(
     """Native adapter tensors; nothing is zero, and DoRA magnitudes are not the row norms."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for module, (out, in_) in linear_sizes(dims, config.target_modules).items():
+    for module, sizes in linear_sizes(dims, config.target_modules).items():
         rank = config.rank(module)
+        if len(sizes) == 3:
+            experts, in_, out = sizes
+            stem = module.removesuffix("_proj").replace("experts.", "experts.lora_")
+            tensors[f"{stem}_a"] = 0.1 * torch.randn(experts, in_, rank, generator=generator)
+            tensors[f"{stem}_b"] = 0.1 * torch.randn(experts, rank, out, generator=generator)
+            continue
+        out, in_ = sizes
         tensors[f"{module}.lora_a.weight"] = 0.1 * torch.randn(rank, in_, generator=generator)
         tensors[f"{module}.lora_b.weight"] = 0.1 * torch.randn(out, rank, generator=generator)
         if config.use_dora:

@@ -1,6 +1,7 @@
 """Modules and names that most decoders share; a family says what differs."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from checkpointing.mapping.axis_ops import IDENTITY, RopeOrder
 from checkpointing.mapping.rules import Dropped, Module, Rule, Tied, embedding, linear, norm
@@ -15,8 +16,33 @@ PRE_NORMS = {
 """Native and Hugging Face names of the norms of a layer, as Llama has them."""
 
 
+def dense_mlp(layers: str = "all_layers") -> tuple[Module, ...]:
+    """A gated feed-forward layer.
+
+    Args:
+        layers: field of ``Dims`` with the numbers of the layers that have it.
+    """
+    mlp = LAYER + "mlp."
+    return tuple(
+        replace(module, layers=layers)
+        for module in (
+            linear(mlp + "w1", "ffn", "hidden", bias="mlp_bias"),
+            linear(mlp + "w2", "hidden", "ffn", bias="mlp_bias"),
+            linear(mlp + "w3", "ffn", "hidden", bias="mlp_bias"),
+        )
+    )
+
+
+HF_DENSE_MLP = (
+    Rule(LAYER + "mlp.w1", HF_LAYER + "mlp.gate_proj"),
+    Rule(LAYER + "mlp.w2", HF_LAYER + "mlp.down_proj"),
+    Rule(LAYER + "mlp.w3", HF_LAYER + "mlp.up_proj"),
+)
+
+
 def decoder_modules(
     *,
+    mlp: Iterable[Module] | None = None,
     norms: Iterable[str] = PRE_NORMS,
     qkv_bias: str = "attention_bias",
     output_bias: str = "attention_bias",
@@ -26,6 +52,7 @@ def decoder_modules(
     """The native modules of a decoder.
 
     Args:
+        mlp: of a layer's feed-forward; by default a dense one.
         norms: native names of the norms of a layer.
         qkv_bias: field of ``Dims`` that says whether q, k and v have biases.
         output_bias: the same for the attention's output projection; empty for never.
@@ -40,9 +67,7 @@ def decoder_modules(
         linear(LAYER + "attn.v_proj", "key_value", "hidden", bias=qkv_bias),
         linear(LAYER + "attn.output_proj", "hidden", "query", bias=output_bias),
         *(norm(f"{LAYER}attn.{name}", size) for name, size in qk_norms if size),
-        linear(LAYER + "mlp.w1", "ffn", "hidden", bias="mlp_bias"),
-        linear(LAYER + "mlp.w2", "hidden", "ffn", bias="mlp_bias"),
-        linear(LAYER + "mlp.w3", "ffn", "hidden", bias="mlp_bias"),
+        *(dense_mlp() if mlp is None else mlp),
         *(norm(LAYER + name, "hidden") for name in norms),
         norm("norm", "hidden"),
         linear("output", "vocab", "hidden"),
@@ -50,11 +75,16 @@ def decoder_modules(
 
 
 def hf_rules(
-    *, norms: dict[str, str] = PRE_NORMS, permuted: bool = False, qk_norm: bool = False
+    *,
+    mlp: Iterable[Rule] = HF_DENSE_MLP,
+    norms: dict[str, str] = PRE_NORMS,
+    permuted: bool = False,
+    qk_norm: bool = False,
 ) -> tuple[Rule | Tied | Dropped, ...]:
     """The rules for Hugging Face's names.
 
     Args:
+        mlp: rules for a layer's feed-forward.
         norms: native and Hugging Face names of the norms of a layer.
         permuted: the native decoder rotates neighbouring pairs of a head, so rows of q and k move.
         qk_norm: queries and keys have norms.
@@ -68,9 +98,7 @@ def hf_rules(
         Rule(LAYER + "attn.v_proj", attention + "v_proj"),
         Rule(LAYER + "attn.output_proj", attention + "o_proj"),
         *(Rule(f"{LAYER}attn.{n}", attention + n) for n in ("q_norm", "k_norm") if qk_norm),
-        Rule(LAYER + "mlp.w1", HF_LAYER + "mlp.gate_proj"),
-        Rule(LAYER + "mlp.w2", HF_LAYER + "mlp.down_proj"),
-        Rule(LAYER + "mlp.w3", HF_LAYER + "mlp.up_proj"),
+        *mlp,
         *(Rule(LAYER + native, HF_LAYER + foreign) for native, foreign in norms.items()),
         Rule("norm", "model.norm"),
         Rule("output", "lm_head"),
@@ -91,4 +119,8 @@ HF_DEFAULTS = {
 }
 """What transformers takes for fields that config.json lacks, as for Llama."""
 
-FUSED_IN_ENGINES = (("q_proj", "k_proj", "v_proj"), ("w1", "w3"))
+FUSED_IN_ENGINES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("w1", "w3"),
+    ("gate_proj", "up_proj", "down_proj"),
+)

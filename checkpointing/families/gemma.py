@@ -1,4 +1,4 @@
-"""Gemma and Gemma 2."""
+"""Gemma, Gemma 2, and the text models of Gemma 3."""
 
 from checkpointing.families.decoder import (
     FUSED_IN_ENGINES,
@@ -30,7 +30,7 @@ GEMMA = Family(
 
 # torchtune swaps the two norms of the feed-forward layer, which changes what it computes; here
 # mlp_norm comes before the layer and mlp_scale after it.
-_GEMMA2_NORMS = {
+_FOUR_NORMS = {
     "sa_norm": "input_layernorm",
     "sa_scale": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -39,8 +39,8 @@ _GEMMA2_NORMS = {
 
 GEMMA2 = Family(
     name="gemma2",
-    modules=decoder_modules(norms=_GEMMA2_NORMS),
-    formats={"hf": hf_rules(norms=_GEMMA2_NORMS, permuted=True)},
+    modules=decoder_modules(norms=_FOUR_NORMS),
+    formats={"hf": hf_rules(norms=_FOUR_NORMS, permuted=True)},
     hf_defaults={
         **_DEFAULTS,
         "num_key_value_heads": 4,
@@ -51,6 +51,27 @@ GEMMA2 = Family(
         "final_logit_softcapping": 30.0,
     },
     fused_in_engines=FUSED_IN_ENGINES,
+    norm_offset=1.0,
+    scaled_embedding=True,
+)
+
+GEMMA3 = Family(
+    name="gemma3_text",
+    modules=decoder_modules(norms=_FOUR_NORMS, query_norm="head_dim", key_norm="head_dim"),
+    formats={"hf": hf_rules(norms=_FOUR_NORMS, qk_norm=True)},
+    hf_defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+    },
+    fused_in_engines=FUSED_IN_ENGINES,
+    rotates_halves=True,
     norm_offset=1.0,
     scaled_embedding=True,
 )

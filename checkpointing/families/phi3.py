@@ -35,8 +35,11 @@ PHI3 = Family(
         **HF_DEFAULTS,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
         "sliding_window": None,
         "partial_rotary_factor": 1.0,
     },
+    # Names that LongRoPE had in the first releases.
+    hf_aliases={"rope_type": {"su": "longrope", "yarn": "longrope"}},
     rotates_halves=True,
 )

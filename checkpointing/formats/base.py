@@ -178,10 +178,14 @@ def read_index(index: Path) -> dict[str, str]:
 
     Raises:
         CorruptCheckpointError: if the file is no index.
+        UnsafePathError: if it names something else than a file.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(f"{index}: has no weight_map; get the index anew")
+    for name in weight_map.values():
+        if not isinstance(name, str):
+            inside(index.parent, name, index)
     return weight_map
 
 

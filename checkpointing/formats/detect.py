@@ -19,7 +19,7 @@ FORMATS: dict[str, Format] = {"hf": HFFormat(), "meta": MetaFormat(), "tune": Tu
 _NAMES = {
     "tune": re.compile(r"(decoder\.)?layers\.\d+\.(attn|sa_norm)\."),
     "meta": re.compile(r"layers\.\d+\.(attention|feed_forward|attention_norm)\."),
-    "hf": re.compile(r"(.*\.)?layers\.\d+\.self_attn\."),
+    "hf": re.compile(r"(.*\.)?(layers\.\d+\.self_attn|block\.\d+\.layer\.0\.SelfAttention)\."),
 }
 
 # What transformers' Trainer leaves beside weights or an adapter.

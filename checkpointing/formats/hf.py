@@ -4,7 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpointing.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    TensorMismatchError,
+)
 from checkpointing.formats.base import (
     CheckpointFiles,
     OpenModel,
@@ -16,10 +20,15 @@ from checkpointing.formats.base import (
     shard_names,
     write_shards,
 )
+from checkpointing.formats.config_types import read_config
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
+from checkpointing.formats.hf_names import read_names
+from checkpointing.formats.recognise import refuse_multimodal
+from checkpointing.mapping.family import Family
 from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.ties import tied_names
 from checkpointing.storage.read import FilesSource, read_json
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -45,12 +54,32 @@ class HFFormat:
         )
 
     def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
+        path = directory / CONFIG_NAME
+        refuse_multimodal(path, read_config(path))
         raw, family = read_hf_config(directory, model_type)
-        source = FilesSource(files)
-        config = parse_hf_config(directory / CONFIG_NAME, raw, family, self.name, source)
+        stored = FilesSource(files)
+        names = read_names(stored.metas, family, str(directory))
+        source = names.over(stored)
+        if names.of_bare_model and raw.get("tie_word_embeddings") is None:
+            # Otherwise that the head is missing would say that it is tied.
+            raw["tie_word_embeddings"] = family.hf_defaults.get("tie_word_embeddings", False)
+        config = parse_hf_config(path, raw, family, self.name, source)
         layout = Layout(family, self.name, config.dims)
-        _check_index(files, source, layout.optional())
-        plan = plan_to_native(layout, source.metas, str(directory))
+        _check_index(files, stored, layout.optional())
+        try:
+            plan = plan_to_native(layout, source.metas, str(directory))
+        except TensorMismatchError as error:
+            head, _ = tied_names(family, self.name)
+            bare = names.of_bare_model and head
+            if not bare or config.dims.tied or head in source.metas:
+                raise
+            raise TensorMismatchError(
+                str(directory),
+                error.problems,
+                "The names lack the prefix model., as those of a decoder that was saved by itself, "
+                f"without its head: save the whole model, with {head}, or set tie_word_embeddings "
+                "in config.json if the embeddings are the head.",
+            ) from None
         return OpenModel(plan.over(source), config)
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
@@ -98,19 +127,25 @@ def _check_index(files: Sequence[Path], source: FilesSource, optional: set[str])
 
 
 def config_for_weights(
-    config_file: Path, foreign: TensorSource, head: str = "lm_head.weight"
+    config_file: Path, weights: TensorSource, family: Family, format: str
 ) -> str:
     """``config.json`` as it must read beside these weights.
 
     Only what would be untrue is changed: the dtype in which transformers would load them, and
     whether the embeddings are tied.
+
+    Args:
+        config_file: the model's own.
+        weights: what will lie beside it.
+        family: of the model.
+        format: of the weights, ``"hf"`` or ``"native"``.
     """
     config = read_json(config_file)
-    dtypes = {meta.dtype for meta in foreign.metas.values() if meta.dtype.is_floating_point}
+    dtypes = {meta.dtype for meta in weights.metas.values() if meta.dtype.is_floating_point}
     if len(dtypes) == 1:
         dtype = str(dtypes.pop()).removeprefix("torch.")
         config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
-    tied = head not in foreign.metas
-    if config.get("tie_word_embeddings", False) != tied:
-        config["tie_word_embeddings"] = tied
+    head, _ = tied_names(family, format)
+    if head and config.get("tie_word_embeddings", False) != (head not in weights.metas):
+        config["tie_word_embeddings"] = head not in weights.metas
     return json.dumps(config, indent=2) + "\n"

@@ -41,14 +41,17 @@ def attention_layers(
 def _layer_types(path: Path, values: Mapping[str, Any], layers: int) -> Sequence[str]:
     if values.get("layer_types") is not None:
         return list(values["layer_types"])
-    if "layer_types_cycle" in values:
+    if values.get("layer_types_cycle"):
         cycle = values["layer_types_cycle"]
         return [cycle[layer % len(cycle)] for layer in range(layers)]
+    if "sliding_window_pattern" in values:
+        pattern = size_field(path, values, "sliding_window_pattern")
+        return [_SLIDING if (layer + 1) % pattern else _FULL for layer in range(layers)]
     if "no_rope_layer_interval" in values:
         # SmolLM3 slides its window in just the layers without positions.
         sliding = no_rope_layers(path, values, layers)
         return [_SLIDING if layer in sliding else _FULL for layer in range(layers)]
-    if "max_window_layers" in values:
+    if values.get("max_window_layers") is not None:
         first = values["max_window_layers"]
         return [_FULL if layer < first else _SLIDING for layer in range(layers)]
     return [_SLIDING] * layers

@@ -9,7 +9,9 @@ import torch
 
 from checkpointing.errors import ConfigError
 from checkpointing.families import FAMILIES
-from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
+from checkpointing.formats.hf_rope import rope_scaling_field
+from checkpointing.mapping.model_config import Dims, ModelConfig
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 _META_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
@@ -53,7 +55,7 @@ def hf_config_for(
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling(config.rope_scaling),
+        "rope_scaling": rope_scaling_field(config.rope_scaling),
         "tie_word_embeddings": dims.tied,
         "bos_token_id": token_ids.get("bos_token_id"),
         "eos_token_id": token_ids.get("eos_token_id"),
@@ -66,18 +68,6 @@ def hf_config_for(
     }
     known = FAMILIES[config.family].hf_defaults
     return made | {key: value for key, value in optional.items() if key in known}
-
-
-def _rope_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_seq_len,
-    }
 
 
 def params_for(config: ModelConfig, where: Path) -> dict[str, Any]:
@@ -132,12 +122,14 @@ def _not_in_meta(config: ModelConfig) -> list[str]:
         and getattr(part, field.name) != field.default
     ]
     scaling = config.rope_scaling
-    if scaling is not None:
+    if isinstance(scaling, Llama3RopeScaling):
         features += [
-            f"rope scaling {name} ({getattr(scaling, name, None)}, Meta's is {value})"
+            f"rope scaling {name} ({getattr(scaling, name)}, Meta's is {value})"
             for name, value in _META_SCALING.items()
-            if getattr(scaling, name, None) != value
+            if getattr(scaling, name) != value
         ]
+    elif scaling is not None:
+        features.append(f"rope scaling {scaling.kind}")
     return features
 
 

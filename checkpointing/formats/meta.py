@@ -16,9 +16,10 @@ from checkpointing.formats.base import (
 from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.layout import Layout
-from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
+from checkpointing.mapping.model_config import Dims, ModelConfig
 from checkpointing.mapping.model_parallel import cut, join
 from checkpointing.mapping.plan import plan_to_native
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 from checkpointing.mapping.sizes import size_from_tensors
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.mapping.ties import is_tied
@@ -93,7 +94,13 @@ def _check_complete(directory: Path, paths: Sequence[Path]) -> None:
 
 def _family(path: Path, model_type: str | None) -> Family:
     # params.json does not name the family; Meta publishes no other than Llama.
-    return recognise(path, None, model_type or "llama")
+    family = recognise(path, None, model_type or "llama")
+    if "meta" not in family.formats:
+        raise ConfigError(
+            f"{path}: the layout of {model_type} in Meta's format is not known here; take the "
+            "model's Hugging Face release"
+        )
+    return family
 
 
 def _layers(

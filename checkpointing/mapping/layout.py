@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
-import torch
 from torch import Tensor
 
 from checkpointing.mapping.axis_ops import IDENTITY, AxisOp
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.model_config import Dims
 from checkpointing.mapping.rules import (
+    EXPERT,
     LAYER,
     Dropped,
     Module,
@@ -18,6 +18,7 @@ from checkpointing.mapping.rules import (
     Rule,
     Tied,
     expand,
+    lengths,
 )
 
 
@@ -25,14 +26,19 @@ from checkpointing.mapping.rules import (
 class ModulePair:
     """One native module and its foreign counterpart, by full names.
 
+    Where the layouts group modules differently, each is the part that both have: of a fused
+    foreign module the rows of one native one, of stacked native experts a single one.
+
     Attributes:
-        native: name of the native module.
+        native: name of the native module, which the pairs of its experts share.
         foreign: name of the foreign module, which others may share if it is fused.
         module: what the native module is.
         rule: how its tensors are carried over.
         dims: sizes of the model.
-        start: where this module begins on the out axis of the foreign one.
-        foreign_out: length of the out axis of the foreign module.
+        start: where this module begins in the foreign one, on the axis along which that is fused.
+        foreign_length: length of this axis of the foreign module.
+        expert: which of the native module's experts this is; ``None`` if it has none, or if they
+            are stacked in the foreign module too.
     """
 
     native: str
@@ -41,48 +47,72 @@ class ModulePair:
     rule: Rule
     dims: Dims
     start: int
-    foreign_out: int
+    foreign_length: int
+    expert: int | None = None
 
     def to_foreign(self, tensor: Tensor, parameter: Parameter) -> Tensor:
         """Carries a parameter's tensor from the native to the foreign layout; exact.
 
-        If the foreign module is fused, this is its part of the foreign tensor.
+        Of an expert it is :meth:`slice_of` the native tensor. If the foreign module is fused, the
+        result is its part of the foreign tensor.
         """
-        for dim, op in self._ops(parameter):
+        native, foreign = self._axes(parameter)
+        if parameter.recast is not None:
+            return parameter.recast.to_foreign(tensor, self.dims)
+        tensor = _reordered(tensor, native, foreign)
+        for dim, op in self._ops(foreign):
             tensor = op.to_foreign(tensor, dim, self.dims)
         return tensor
 
     def to_native(self, tensor: Tensor, parameter: Parameter) -> Tensor:
         """The exact inverse of :meth:`to_foreign`."""
-        for dim, op in reversed(list(self._ops(parameter))):
+        native, foreign = self._axes(parameter)
+        if parameter.recast is not None:
+            return parameter.recast.to_native(tensor, self.dims)
+        for dim, op in self._ops(foreign):
             tensor = op.to_native(tensor, dim, self.dims)
-        return tensor
+        return _reordered(tensor, foreign, native)
 
-    def native_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Shape of a parameter in the native layout."""
-        return self.module.shape(parameter, self.dims)
+    def native_shape(self, parameter: Parameter, rank: int = 0) -> tuple[int, ...]:
+        """Shape of a parameter in the native layout, with all experts."""
+        return self.module.shape(parameter, self.dims, rank)
 
-    def foreign_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Shape of the foreign tensor: the op on a tensor without data, with all fused parts."""
-        native = torch.empty(self.native_shape(parameter), device="meta")
-        sizes = self.to_foreign(native, parameter).shape
-        return tuple(
-            self.foreign_out if axis == "out" else size
-            for axis, size in zip(parameter.axes, sizes, strict=True)
-        )
+    def foreign_shape(self, parameter: Parameter, rank: int = 0) -> tuple[int, ...]:
+        """Shape of the foreign tensor, with all fused parts. No op changes the size of an axis."""
+        sizes = self.module.sizes(self.dims, rank) | {self.rule.along: self.foreign_length}
+        return lengths(self._axes(parameter)[1], sizes, self.dims)
 
     def part_of(self, foreign: Tensor, parameter: Parameter) -> Tensor:
         """This module's part of a foreign tensor; a view of it."""
-        size = getattr(self.dims, self.module.out)
-        for dim, axis in enumerate(parameter.axes):
-            if axis == "out" and size != foreign.shape[dim]:
+        size = self.module.sizes(self.dims)[self.rule.along]
+        for dim, axis in enumerate(self._axes(parameter)[1]):
+            if axis == self.rule.along and size != foreign.shape[dim]:
                 foreign = foreign.narrow(dim, self.start, size)
         return foreign
 
-    def _ops(self, parameter: Parameter) -> Iterator[tuple[int, AxisOp]]:
-        by_axis = {"out": self.rule.out, "in": self.rule.in_, "rank": IDENTITY}
-        for dim, axis in enumerate(parameter.axes):
-            yield dim, by_axis[axis]
+    def slice_of(self, native: Tensor, parameter: Parameter) -> Tensor:
+        """This expert's slice of a native tensor, or all of it; a view of it."""
+        if self.expert is None:
+            return native
+        return native.select(parameter.axes.index("expert"), self.expert)
+
+    def _axes(self, parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Axes of this pair's native and foreign tensor."""
+        if self.expert is None:
+            return parameter.axes, parameter.foreign_axes
+        native = tuple(axis for axis in parameter.axes if axis != "expert")
+        return native, parameter.foreign_axes
+
+    def _ops(self, axes: tuple[str, ...]) -> Iterator[tuple[int, AxisOp]]:
+        by_axis = {"out": self.rule.out, "in": self.rule.in_}
+        for dim, axis in enumerate(axes):
+            yield dim, by_axis.get(axis, IDENTITY)
+
+
+def _reordered(tensor: Tensor, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Tensor:
+    if axes == wanted:
+        return tensor
+    return tensor.permute([axes.index(axis) for axis in wanted])
 
 
 class Layout:
@@ -106,25 +136,40 @@ class Layout:
         self.pairs = tuple(self._pairs())
 
     def _pairs(self) -> Iterator[ModulePair]:
-        for layered, group in groupby(self.family.modules, key=lambda m: LAYER in m.name):
+        for stack, group in groupby(self.family.modules, key=_stack):
             modules = list(group)
-            for layer in range(self.dims.layers) if layered else [0]:
+            numbers = {module.name: getattr(self.dims, module.layers) for module in modules}
+            for layer in sorted(set(chain(*numbers.values()))) if stack else [0]:
                 for module in modules:
-                    if self.dims.tied and module.name in self._ties:
-                        continue
-                    rule = self._rules[module.name]
-                    native, foreign = (
-                        name.replace(LAYER, str(layer)) for name in (rule.native, rule.foreign)
-                    )
-                    start, foreign_out = self._place(rule)
-                    yield ModulePair(native, foreign, module, rule, self.dims, start, foreign_out)
+                    if not stack or layer in numbers[module.name]:
+                        yield from self._pairs_of(module, layer)
+
+    def _pairs_of(self, module: Module, layer: int) -> Iterator[ModulePair]:
+        if self.dims.tied and module.name in self._ties:
+            return
+        rule = self._rules[module.name]
+        native = rule.native.replace(LAYER, str(layer))
+        foreign = rule.foreign.replace(LAYER, str(self._foreign_number(module, rule, layer)))
+        start, length = self._place(rule)
+        if EXPERT not in foreign:
+            yield ModulePair(native, foreign, module, rule, self.dims, start, length)
+            return
+        for expert in range(self.dims.experts):
+            name = foreign.replace(EXPERT, str(expert))
+            yield ModulePair(native, name, module, rule, self.dims, start, length, expert)
+
+    def _foreign_number(self, module: Module, rule: Rule, layer: int) -> int:
+        if not rule.layers:
+            return layer
+        numbers: tuple[int, ...] = getattr(self.dims, rule.layers)
+        return numbers[getattr(self.dims, module.layers).index(layer)]
 
     def _place(self, rule: Rule) -> tuple[int, int]:
         """Where the module begins in the foreign one, and how long that is."""
         sizes = {
-            other.part or 0: getattr(self.dims, self.family.module(other.native).out)
+            other.part or 0: self.family.module(other.native).sizes(self.dims).get(rule.along, 0)
             for other in self._rules.values()
-            if other.foreign == rule.foreign
+            if (other.foreign, other.layers) == (rule.foreign, rule.layers)
         }
         return sum(size for part, size in sizes.items() if part < (rule.part or 0)), sum(
             sizes.values()
@@ -135,6 +180,13 @@ class Layout:
         for pair in self.pairs:
             for parameter in pair.module.parameters_for(self.dims):
                 yield pair, parameter
+
+    def native_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every native tensor, by name."""
+        return {
+            parameter.native_name(pair.native): pair.native_shape(parameter)
+            for pair, parameter in self.parameters()
+        }
 
     def copies(self) -> Iterator[tuple[str, ModulePair, bool]]:
         """Of a tied model: foreign weight, the module it copies, whether the format stores it."""
@@ -148,3 +200,9 @@ class Layout:
         """Foreign tensors that may be there and hold nothing of their own."""
         dropped = {name for pattern in self._dropped for name in expand(pattern, self.dims)}
         return dropped | {foreign for foreign, _, _ in self.copies()}
+
+
+def _stack(module: Module) -> str:
+    """Name of the stack of layers that a module is in; empty if it is in none."""
+    before, layered, _ = module.name.partition(LAYER)
+    return before if layered else ""

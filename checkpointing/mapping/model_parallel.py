@@ -24,7 +24,7 @@ def split_axes(family: Family, format: str, layers: int) -> dict[str, tuple[Para
             for parameter in family.module(rule.native).parameters:
                 for layer in range(layers):
                     name = rule.foreign.replace(LAYER, str(layer))
-                    found[f"{name}.{parameter.foreign}"] = (parameter, rule)
+                    found[parameter.foreign_name(name)] = (parameter, rule)
     return found
 
 

@@ -3,7 +3,7 @@
 Building a plan finds all that does not fit, and reports it together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.errors import TensorMismatchError
+from checkpointing.mapping.axis_ops import NotRepresentableError
 from checkpointing.mapping.layout import Layout, ModulePair
 from checkpointing.mapping.rules import Parameter
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
@@ -35,20 +36,30 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be read, computed and handed over, in this order."""
+    """What will be read, computed and handed over, in this order.
+
+    Attributes:
+        tensors: the outputs.
+        subject: names the model in errors.
+    """
 
     tensors: tuple[PlannedTensor, ...]
+    subject: str
 
     def over(self, source: TensorSource) -> LazyTensors:
         """The planned outputs, computed from the source one at a time as they are read."""
         return LazyTensors(
             {planned.name: planned.meta for planned in self.tensors},
-            {planned.name: partial(_convert, planned, source) for planned in self.tensors},
+            {planned.name: partial(self._convert, planned, source) for planned in self.tensors},
         )
 
-
-def _convert(planned: PlannedTensor, source: TensorSource) -> Tensor:
-    return planned.convert([source.read(name) for name in planned.sources])
+    def _convert(self, planned: PlannedTensor, source: TensorSource) -> Tensor:
+        try:
+            return planned.convert([source.read(name) for name in planned.sources])
+        except NotRepresentableError as error:
+            problem = f"{', '.join(planned.sources)}: {error}"
+            remedy = f"{planned.name} would not hold exactly the same, so nothing is converted."
+            raise TensorMismatchError(self.subject, [problem], remedy) from None
 
 
 class _Inputs:
@@ -70,6 +81,19 @@ class _Inputs:
             return None
         return meta
 
+    def joined(
+        self,
+        name: str,
+        sources: Sequence[str],
+        metas: Sequence[TensorMeta | None],
+        shape: tuple[int, ...],
+    ) -> TensorMeta:
+        """What is made of inputs, which must be of one dtype."""
+        dtypes = {meta.dtype for meta in metas if meta is not None}
+        if len(dtypes) > 1:
+            self.refuse(f"{', '.join(sources)}: {name} is made of them, but their dtypes differ")
+        return TensorMeta(shape, next(iter(dtypes), torch.float32))
+
     def refuse(self, problem: str) -> None:
         """Notes a problem, once."""
         self._problems[problem] = None
@@ -83,77 +107,116 @@ class _Inputs:
             raise TensorMismatchError(subject, list(self._problems), remedy)
 
 
-def plan_to_native(layout: Layout, foreign: Mapping[str, TensorMeta], subject: str) -> Plan:
+def plan_to_native(
+    layout: Layout,
+    foreign: Mapping[str, TensorMeta],
+    subject: str,
+    modules: Set[str] | None = None,
+) -> Plan:
     """Plans the native tensors of a foreign model.
 
     Args:
         layout: the model's family, format and sizes.
         foreign: the tensors that there are.
         subject: names the checkpoint in errors.
+        modules: full native names of the only ones that are there; by default all are.
 
     Raises:
         TensorMismatchError: lists every tensor that is missing, unexpected or misshaped.
     """
     inputs = _Inputs(foreign)
     planned = []
-    for pair, parameter in layout.parameters():
-        source = f"{pair.foreign}.{parameter.foreign}"
-        meta = inputs.claim(source, pair.foreign_shape(parameter))
-        if meta is not None:
-            name = f"{pair.native}.{parameter.native}"
-            shape = TensorMeta(pair.native_shape(parameter), meta.dtype)
-            planned.append(
-                PlannedTensor(name, shape, (source,), partial(_part_to_native, pair, parameter))
-            )
+    for name, pairs in _grouped(layout, native=True, modules=modules).items():
+        sources = tuple(parameter.foreign_name(pair.foreign) for pair, parameter in pairs)
+        metas = [
+            inputs.claim(source, pair.foreign_shape(parameter))
+            for source, (pair, parameter) in zip(sources, pairs, strict=True)
+        ]
+        pair, parameter = pairs[0]
+        meta = inputs.joined(name, sources, metas, pair.native_shape(parameter))
+        planned.append(PlannedTensor(name, meta, sources, partial(_to_native, pairs)))
     inputs.finish(subject, layout.optional(), _remedy(layout))
-    return Plan(tuple(planned))
+    return Plan(tuple(planned), subject)
 
 
-def _part_to_native(pair: ModulePair, parameter: Parameter, foreign: Sequence[Tensor]) -> Tensor:
-    return pair.to_native(pair.part_of(foreign[0], parameter), parameter)
+_Pairs = list[tuple[ModulePair, Parameter]]
 
 
-def plan_to_foreign(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> Plan:
+def _grouped(layout: Layout, native: bool, modules: Set[str] | None) -> dict[str, _Pairs]:
+    """What each native, or each foreign, tensor is made of, in order.
+
+    Args:
+        layout: of the model.
+        native: the native tensors.
+        modules: only what is made of one of these, which may take others too.
+    """
+    groups: dict[str, _Pairs] = {}
+    for pair, parameter in layout.parameters():
+        foreign_name = parameter.foreign_name(pair.foreign)
+        name = parameter.native_name(pair.native) if native else foreign_name
+        groups.setdefault(name, []).append((pair, parameter))
+    for pairs in groups.values():
+        pairs.sort(key=lambda one: (one[0].start, one[0].expert or 0))
+    if modules is None:
+        return groups
+    return {
+        name: pairs
+        for name, pairs in groups.items()
+        if any(pair.native in modules for pair, _ in pairs)
+    }
+
+
+def _to_native(pairs: _Pairs, foreign: Sequence[Tensor]) -> Tensor:
+    native = [
+        pair.to_native(pair.part_of(tensor, parameter), parameter)
+        for (pair, parameter), tensor in zip(pairs, foreign, strict=True)
+    ]
+    pair, parameter = pairs[0]
+    if pair.expert is None:
+        return native[0]
+    return torch.stack(native, parameter.axes.index("expert"))
+
+
+def plan_to_foreign(
+    layout: Layout,
+    native: Mapping[str, TensorMeta],
+    subject: str,
+    modules: Set[str] | None = None,
+) -> Plan:
     """Plans the foreign tensors of a native model; the inverse of :func:`plan_to_native`.
 
     Raises:
         TensorMismatchError: lists every tensor that is missing, unexpected or misshaped.
     """
     inputs = _Inputs(native)
-    parts: dict[str, list[tuple[ModulePair, Parameter]]] = {}
-    for pair, parameter in layout.parameters():
-        parts.setdefault(f"{pair.foreign}.{parameter.foreign}", []).append((pair, parameter))
     planned = {}
-    for name, fused in parts.items():
-        fused.sort(key=lambda part: part[0].start)
-        sources = tuple(f"{pair.native}.{parameter.native}" for pair, parameter in fused)
+    for name, pairs in _grouped(layout, native=False, modules=modules).items():
+        sources = tuple(parameter.native_name(pair.native) for pair, parameter in pairs)
         metas = [
             inputs.claim(source, pair.native_shape(parameter))
-            for source, (pair, parameter) in zip(sources, fused, strict=True)
+            for source, (pair, parameter) in zip(sources, pairs, strict=True)
         ]
-        dtypes = {meta.dtype for meta in metas if meta is not None}
-        if len(dtypes) > 1:
-            inputs.refuse(f"{', '.join(sources)}: {name} is fused of them, but their dtypes differ")
-        pair, parameter = fused[0]
-        meta = TensorMeta(pair.foreign_shape(parameter), next(iter(dtypes), torch.float32))
-        planned[name] = PlannedTensor(name, meta, sources, partial(_fuse, fused))
+        pair, parameter = pairs[0]
+        meta = inputs.joined(name, sources, metas, pair.foreign_shape(parameter))
+        planned[name] = PlannedTensor(name, meta, sources, partial(_to_foreign, pairs))
     inputs.finish(subject, set(), _remedy(layout))
     copies = [
         replace(planned[f"{pair.foreign}.weight"], name=foreign)
         for foreign, pair, written in layout.copies()
-        if written
+        if written and f"{pair.foreign}.weight" in planned
     ]
-    return Plan((*planned.values(), *copies))
+    return Plan((*planned.values(), *copies), subject)
 
 
-def _fuse(parts: Sequence[tuple[ModulePair, Parameter]], native: Sequence[Tensor]) -> Tensor:
+def _to_foreign(pairs: _Pairs, native: Sequence[Tensor]) -> Tensor:
     foreign = [
-        pair.to_foreign(tensor, parameter)
-        for (pair, parameter), tensor in zip(parts, native, strict=True)
+        pair.to_foreign(pair.slice_of(tensor, parameter), parameter)
+        for (pair, parameter), tensor in zip(pairs, native, strict=True)
     ]
     if len(foreign) == 1:
         return foreign[0]
-    return torch.cat(foreign, parts[0][1].axes.index("out"))
+    pair, parameter = pairs[0]
+    return torch.cat(foreign, parameter.foreign_axes.index(pair.rule.along))
 
 
 def check_native(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> None:

@@ -1,10 +1,13 @@
 """Sizes that a config file leaves out, read from the tensors."""
 
+import re
 from collections.abc import Mapping
 
 from checkpointing.mapping.family import Family
-from checkpointing.mapping.rules import LAYER, Rule
+from checkpointing.mapping.rules import EXPERT, LAYER, Rule
 from checkpointing.mapping.tensors import TensorMeta
+
+_LAYER_NUMBER = re.compile(r"([0-9]{1,9})(?:\.|$)")
 
 
 def size_from_tensors(
@@ -19,12 +22,16 @@ def size_from_tensors(
     for rule in _rules(family, format):
         module = family.module(rule.native)
         for parameter in module.parameters:
-            meta = foreign.get(f"{rule.foreign.replace(LAYER, '0')}.{parameter.foreign}")
+            name = rule.foreign.replace(LAYER, "0").replace(EXPERT, "0")
+            if format == "native":
+                meta, axes = foreign.get(parameter.native_name(name)), parameter.axes
+            else:
+                meta, axes = foreign.get(parameter.foreign_name(name)), parameter.foreign_axes
             sizes = {"out": module.out, "in": module.in_}
-            for dim, axis in enumerate(parameter.axes):
-                if axis == "out" and rule.part is not None:
+            for dim, axis in enumerate(axes):
+                if axis == rule.along and rule.part is not None:
                     continue
-                if sizes[axis] == field and meta is not None and dim < len(meta.shape):
+                if sizes.get(axis) == field and meta is not None and dim < len(meta.shape):
                     return meta.shape[dim]
     return None
 
@@ -33,9 +40,9 @@ def _layers(family: Family, format: str, foreign: Mapping[str, TensorMeta]) -> i
     rule = next(rule for rule in _rules(family, format) if LAYER in rule.foreign)
     before = rule.foreign.split(LAYER)[0]
     numbers = [
-        int(number)
+        int(found[1])
         for name in foreign
-        if name.startswith(before) and (number := name[len(before) :].split(".")[0]).isdigit()
+        if name.startswith(before) and (found := _LAYER_NUMBER.match(name, len(before)))
     ]
     return max(numbers) + 1 if numbers else None
 

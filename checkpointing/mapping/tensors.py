@@ -47,6 +47,11 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype)
 
 
+def shapes_of(source: TensorSource) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor, by name."""
+    return {name: meta.shape for name, meta in source.metas.items()}
+
+
 class StateDictSource:
     """A state dict in memory, as a source. Its tensors are handed out as they are."""
 

@@ -36,7 +36,7 @@ def is_tied(
         return True if says is None else says
     if says is False:
         return False
-    same = embedding in metas and _equal(source, head, embedding)
+    same = embedding in metas and same_tensors(source, head, embedding)
     if says and not same:
         logger.warning(
             "%s: the config says that the embeddings are tied, but %s differs from %s; "
@@ -58,7 +58,8 @@ def tied_names(family: Family, format: str) -> tuple[str, str]:
     return "", ""
 
 
-def _equal(source: TensorSource, first: str, second: str) -> bool:
+def same_tensors(source: TensorSource, first: str, second: str) -> bool:
+    """Whether two tensors of a source are equal; what does not tell is not read."""
     if source.metas[first] != source.metas[second]:
         return False
     a, b = source.read(first), source.read(second)

@@ -12,7 +12,8 @@ from checkpointing.families import FAMILIES
 from checkpointing.families.decoder import LAYER
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.rules import BIAS, SCALE, TABLE
-from checkpointing.training.rope import rope_frequencies, rotate, rotation
+from checkpointing.training.moe import GroupedExperts, MixtureOfExperts, Router
+from checkpointing.training.rope import RotaryEmbedding, rotate
 
 
 class RMSNorm(nn.Module):
@@ -167,6 +168,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _mixture_of_experts(config: ModelConfig) -> MixtureOfExperts:
+    dims = config.dims
+    router = Router(
+        _make(config, LAYER + "mlp.router.gate"),
+        config.experts_per_token,
+        config.normalizes_experts,
+    )
+    activation = _ACTIVATIONS[config.activation]
+    experts = GroupedExperts(dims.experts, dims.hidden, dims.expert_ffn, activation)
+    return MixtureOfExperts(router, experts)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream.
 
@@ -178,7 +191,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.slides = layer not in config.full_attention_layers
         self.attn = Attention(config, layer)
-        self.mlp = FeedForward(config)
+        sparse = layer in config.dims.expert_layers
+        self.mlp = _mixture_of_experts(config) if sparse else FeedForward(config)
         self.sa_norm = _make_if_any(config, LAYER + "sa_norm")
         self.sa_scale = _make_if_any(config, LAYER + "sa_scale")
         self.mlp_norm = _make_if_any(config, LAYER + "mlp_norm")
@@ -208,8 +222,9 @@ class TransformerDecoder(nn.Module):
         self.output = None if dims.tied else _make(config, "output")
         scaled = FAMILIES[config.family].scaled_embedding
         self.embedding_scale = dims.hidden**0.5 if scaled else None
-        # Not a buffer: it must stay fp32 when the model is cast, and be real on the meta device.
-        self._frequencies = rope_frequencies(config)
+        self._rotary = self._sliding_rotary = RotaryEmbedding(config)
+        if config.sliding_rope_theta is not None:
+            self._sliding_rotary = RotaryEmbedding(config, sliding=True)
 
     def forward(
         self,
@@ -244,17 +259,18 @@ class TransformerDecoder(nn.Module):
             )
         if input_pos is None:
             input_pos = torch.arange(length, device=tokens.device)[None]
-        if self._frequencies.device != tokens.device:
-            self._frequencies = self._frequencies.to(tokens.device)
-        angles = rotation(input_pos, self._frequencies)
-        full = attention_mask(length, None, document_ids, tokens.device)
-        sliding = attention_mask(length, self.config.sliding_window, document_ids, tokens.device)
+        angles = sliding_angles = self._rotary.angles(input_pos, document_ids)
+        if self._sliding_rotary is not self._rotary:
+            sliding_angles = self._sliding_rotary.angles(input_pos, document_ids)
+        window = self.config.sliding_window
+        full = angles, attention_mask(length, None, document_ids, tokens.device)
+        sliding = sliding_angles, attention_mask(length, window, document_ids, tokens.device)
         x = self.tok_embeddings(tokens)
         if self.embedding_scale is not None:
             # Rounded to the dtype first, as the model was trained.
             x = x * torch.tensor(self.embedding_scale, dtype=x.dtype, device=x.device)
         for layer in self.layers:
-            x = layer(x, angles, sliding if layer.slides else full)
+            x = layer(x, *(sliding if layer.slides else full))
         x = self.norm(x if wanted is None else x[wanted])
         logits = self._tied_output(x) if self.output is None else self.output(x)
         cap = self.config.output_softcap

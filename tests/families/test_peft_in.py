@@ -8,7 +8,7 @@ from checkpointing import FullModelHFCheckpointer
 from checkpointing.adapters import AdapterConfig
 from checkpointing.training import add_adapter, build_decoder
 from checkpointing.training.lora import load_adapter
-from tests.families.variants import VARIANTS, peer, tokens, write
+from tests.families.variants import VARIANTS, compared, peer, tokens, write
 
 KINDS = {
     "lora": {},
@@ -25,10 +25,13 @@ def test_it_computes_the_same_natively_and_written_back(tmp_path, name, kind):
         r=4,
         lora_alpha=6,
         target_modules="all-linear",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if "classifier" in name else "CAUSAL_LM",
         init_lora_weights=False,
         **KINDS[kind],
     )
+    if kind == "dora" and "expert" in str(VARIANTS[name]):
+        # PEFT refuses DoRA on experts.
+        config.target_modules = ["q_proj", "k_proj", "o_proj"]
     torch.manual_seed(5)
     made = get_peft_model(peer(name), config)
     with torch.no_grad():
@@ -50,7 +53,7 @@ def test_it_computes_the_same_natively_and_written_back(tmp_path, name, kind):
     add_adapter(native, AdapterConfig.from_state(state["adapter_config"]))
     load_adapter(native, state["adapter"])
     with torch.no_grad():
-        assert (native.double().eval()(tokens()) - expected).abs().max() < 1e-5
+        assert compared(native.double().eval()(tokens()), expected).abs().max() < 1e-5
         saved = checkpointer.save_checkpoint(state, epoch=0, adapter_only=True)
         again = PeftModel.from_pretrained(peer(name), saved).double()
         assert (again(tokens()).logits - expected).abs().max() < 1e-5

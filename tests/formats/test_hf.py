@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from checkpointing import FullModelHFCheckpointer, ModelConfig
-from checkpointing.mapping.model_config import Llama3RopeScaling
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 from tests.tiny import assert_same_tensors, random_native, write_hf
 from tests.training.peers import config, hf_model, native_weights, tokens
 
@@ -201,10 +201,10 @@ def test_a_config_that_transformers_4_wrote_says_the_same(tmp_path):
 def test_a_rope_that_the_decoder_lacks_still_converts(tmp_path):
     base = write_hf(hf_model(CONFIG), tmp_path / "base")
     raw = json.loads((base / "config.json").read_text())
-    raw["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    raw["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 4.0}
     (base / "config.json").write_text(json.dumps(raw))
     checkpointer = FullModelHFCheckpointer(base)
-    assert checkpointer.model_config.unsupported == ("rope_type 'yarn'",)
+    assert checkpointer.model_config.unsupported == ("rope_type 'spiral'",)
     assert set(checkpointer.load_checkpoint()["model"]) == set(random_native(CONFIG))
 
 

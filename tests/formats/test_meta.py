@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from checkpointing import FullModelMetaCheckpointer
-from checkpointing.mapping.model_config import Llama3RopeScaling
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 from tests.tiny import assert_same_tensors, random_native
 from tests.training.peers import config
 

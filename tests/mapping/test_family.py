@@ -1,14 +1,14 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from checkpointing.families import FAMILIES, MODEL_TYPES
 from checkpointing.families.llama import LLAMA
 from checkpointing.mapping.layout import Layout
-from checkpointing.mapping.model_config import Dims
 from checkpointing.mapping.rules import Rule
-
-DIMS = Dims(layers=3, vocab=131, hidden=42, ffn=56, heads=6, kv_heads=2, head_dim=14)
+from tests.mapping.dims import dims_of
 
 
 def changed(format: str, **change):
@@ -35,16 +35,26 @@ def test_a_table_with_an_unknown_place_in_a_name_is_refused():
 
 def test_a_rule_that_loses_the_layer_is_refused():
     wrong = Rule("layers.{layer}.attn.q_proj", "model.q_proj")
-    with pytest.raises(ValueError, match="loses the layer"):
+    with pytest.raises(ValueError, match="loses layer or expert"):
         replace(LLAMA, formats=changed("hf", rules=lambda r: (r[0], wrong, *r[2:])))
 
 
+@pytest.mark.parametrize("rotates", [{"rotates_halves": True}, {"hf_rotates_halves": False}])
+def test_a_table_that_permutes_rows_where_both_rotate_alike_is_refused(rotates):
+    with pytest.raises(ValueError, match="rows are permuted if and only if one of"):
+        replace(LLAMA, **rotates)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_has_one_name_in_each_layout(family):
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_tensor_has_one_name_in_each_layout(family, data):
+    dims = data.draw(dims_of(family))
     for name in FAMILIES[family].formats:
-        parameters = list(Layout(FAMILIES[family], name, DIMS).parameters())
-        assert len({f"{pair.native}.{p.native}" for pair, p in parameters}) == len(parameters)
-        places = {(f"{pair.foreign}.{p.foreign}", pair.start) for pair, p in parameters}
+        parameters = list(Layout(FAMILIES[family], name, dims).parameters())
+        native = {(p.native_name(pair.native), pair.expert) for pair, p in parameters}
+        assert len(native) == len(parameters)
+        places = {(p.foreign_name(pair.foreign), pair.start) for pair, p in parameters}
         assert len(places) == len(parameters)
 
 

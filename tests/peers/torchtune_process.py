@@ -91,6 +91,23 @@ class Torchtune:
         result = self._call("logits", sizes=sizes, weights=weights_file, tokens=tokens.tolist())
         return torch.tensor(result)
 
+    def encode(
+        self, builder: str, sizes: dict[str, Any], weights: dict[str, Any], tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """What one of torchtune's encoders computes."""
+        weights_file = self._file(weights)
+        result = self._call(
+            "encode", builder=builder, sizes=sizes, weights=weights_file, tokens=tokens.tolist()
+        )
+        return torch.tensor(result)
+
+    def fits_vision_model(
+        self, encoder: dict[str, Any], decoder: dict[str, Any], weights: dict[str, Any]
+    ) -> None:
+        """Raises unless native weights are exactly those of torchtune's vision model."""
+        weights_file = self._file(weights)
+        self._call("fits_vision_model", encoder=encoder, decoder=decoder, weights=weights_file)
+
     def run_recipe(self, name: str, config: dict[str, Any]) -> None:
         """Runs one of torchtune's recipes."""
         self._call("run_recipe", name=name, config=config)

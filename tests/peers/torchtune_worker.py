@@ -5,6 +5,7 @@ dicts travel as files of ``torch.save``.
 """
 
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torchtune
@@ -20,9 +22,32 @@ from torch.utils.data import Dataset
 from torchtune import training
 from torchtune.models.convert_weights import tune_to_meta
 from torchtune.models.llama3 import llama3
+from torchtune.models.t5._component_builders import t5_encoder
+from torchtune.modules.model_fusion import DeepFusionModel
 from torchtune.modules.peft import get_merged_lora_ckpt
 
 import checkpointing
+
+
+def import_vision_models():
+    """Imports what torchtune itself imports late, without torchvision.
+
+    torchtune needs it for its image transforms, which no test uses, and each build of it fits only
+    one build of torch.
+    """
+    names = ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")
+    absent = {f"torchvision{name}": ModuleType(f"torchvision{name}") for name in names}
+    for name, module in absent.items():
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(absent[parent], last, module)
+    absent["torchvision.transforms"].InterpolationMode = None
+    sys.modules.update(absent)
+    importlib.import_module("torchtune.models.clip")
+    importlib.import_module("torchtune.models.llama3_2_vision")
+    for name in absent:
+        del sys.modules[name]
+
 
 RECIPES = {
     "lora_finetune_single_device": "LoRAFinetuneRecipeSingleDevice",
@@ -109,6 +134,26 @@ def logits(sizes, weights, tokens):
         return model(torch.tensor(tokens)).tolist()
 
 
+def encode(builder, sizes, weights, tokens):
+    """The output of an encoder, into which the native weights must fit exactly."""
+    from torchtune.models.clip import clip_text_encoder
+
+    model = {"clip_text_encoder": clip_text_encoder, "t5_encoder": t5_encoder}[builder](**sizes)
+    model.load_state_dict(torch.load(weights, weights_only=True), strict=True)
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).tolist()
+
+
+def fits_vision_model(encoder, decoder, weights):
+    """Puts native weights into a vision model, into which they must fit exactly."""
+    from torchtune.models.llama3_2_vision import llama3_2_vision_decoder, llama3_2_vision_encoder
+
+    model = DeepFusionModel(
+        decoder=llama3_2_vision_decoder(**decoder), encoder=llama3_2_vision_encoder(**encoder)
+    )
+    model.load_state_dict(torch.load(weights, weights_only=True), strict=True)
+
+
 def run_recipe(name, config):
     """Runs one of torchtune's own recipes."""
     path = Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py"
@@ -119,7 +164,18 @@ def run_recipe(name, config):
     recipe.cleanup()
 
 
-FUNCTIONS = (save, load, load_by_model_type, signature, merge, to_meta, logits, run_recipe)
+FUNCTIONS = (
+    save,
+    load,
+    load_by_model_type,
+    signature,
+    merge,
+    to_meta,
+    logits,
+    encode,
+    fits_vision_model,
+    run_recipe,
+)
 
 
 def main():
@@ -127,6 +183,7 @@ def main():
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
+    import_vision_models()
     # torchtune collects garbage after every file that it reads; what was imported is none.
     gc.freeze()
     functions = {function.__name__: function for function in FUNCTIONS}

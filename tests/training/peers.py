@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from checkpointing.mapping.model_config import Dims, Llama3RopeScaling, ModelConfig
+from checkpointing.mapping.model_config import Dims, ModelConfig
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling, YarnRopeScaling
 
 DIMS = Dims(layers=3, vocab=131, hidden=42, ffn=56, heads=6, kv_heads=2, head_dim=14)
 
@@ -33,6 +34,12 @@ def hf_model(cfg: ModelConfig) -> torch.nn.Module:
     """The same model in transformers, with random weights in fp32, biases and norms too."""
     dims = cfg.dims
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if isinstance(cfg.rope_scaling, YarnRopeScaling):
+        rope |= {
+            "rope_type": "yarn",
+            "factor": cfg.rope_scaling.factor,
+            "original_max_position_embeddings": cfg.rope_scaling.original_max_seq_len,
+        }
     if isinstance(cfg.rope_scaling, Llama3RopeScaling):
         rope |= {
             "rope_type": "llama3",

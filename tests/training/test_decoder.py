@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from checkpointing.errors import ConfigError, TensorMismatchError
-from checkpointing.mapping.model_config import Llama3RopeScaling
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 from checkpointing.training import TransformerDecoder, build_decoder
-from checkpointing.training.rope import rope_frequencies
 from tests.tiny import random_native
 from tests.training import peers
 
@@ -37,8 +36,8 @@ def test_logits_are_those_of_transformers(cfg):
 
 
 def test_a_model_with_features_that_the_decoder_lacks_is_not_built():
-    cfg = replace(peers.config(), unsupported=("rope_type 'yarn'",))
-    with pytest.raises(ConfigError, match="does not compute rope_type 'yarn'"):
+    cfg = replace(peers.config(), unsupported=("rope_type 'spiral'",))
+    with pytest.raises(ConfigError, match="does not compute rope_type 'spiral'"):
         build_decoder(cfg, random_native(cfg), torch.float32)
 
 
@@ -74,19 +73,6 @@ def test_wanted_logits_are_those_of_the_full_output():
     wanted = tokens % 3 == 0
     with torch.no_grad():
         assert (model(tokens, wanted=wanted) - model(tokens)[wanted]).abs().max() < 1e-5
-
-
-def test_llama_3_scaling_keeps_short_waves_and_stretches_long_ones():
-    cfg = peers.config(head_dim=8, rope_theta=10000.0)
-    plain = rope_frequencies(cfg)
-    assert plain.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
-    scaled = rope_frequencies(
-        peers.config(head_dim=8, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 128))
-    )
-    # Wavelengths 6.3 (< 128/4: kept), 62.8 (between), 628 and 6283 (> 128/1: divided by 8).
-    share = (128 / (2 * torch.pi / 0.1) - 1.0) / (4.0 - 1.0)
-    between = (1 - share) * 0.1 / 8 + share * 0.1
-    assert scaled.tolist() == pytest.approx([1.0, between, 0.01 / 8, 0.001 / 8])
 
 
 def test_the_rotary_angles_stay_fp32_in_a_bf16_model():
