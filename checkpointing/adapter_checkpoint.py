@@ -1,24 +1,34 @@
 """The adapter of a directory: of a checkpoint as `tune run` writes it, or of PEFT."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.lora import check_adapter, config_of_tensors, linear_shapes
-from checkpointing.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH
+from checkpointing.adapters.lora import check_adapter, config_of_tensors
+from checkpointing.adapters.peft import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    PEFT_WEIGHTS_TORCH,
+    PeftAdapter,
+)
 from checkpointing.adapters.peft_config_in import parse_peft_config
 from checkpointing.adapters.peft_in import peft_weights, read_peft
-from checkpointing.errors import CheckpointNotFoundError, ConfigError
+from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from checkpointing.formats.base import OpenModel, native_layout
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import TensorSource, shapes_of
+from checkpointing.nf4 import QUANTIZED_BASE_KEY, NF4Rounding
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
 from checkpointing.storage.fingerprint import fingerprint
 from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
+from checkpointing.storage.paths import path_named
 from checkpointing.storage.read import open_tensor_file, read_json
+from checkpointing.storage.write import Progress, write_safetensors, write_torch_file
 
 ADAPTER_NAME = "adapter_model.pt"
+REPO_ID_NAME = "original_repo_id.json"
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,20 @@ class AdapterCheckpoint:
         return self.told_config
 
     @property
+    def is_peft(self) -> bool:
+        """It is a directory of PEFT's."""
+        return self.path.is_dir()
+
+    @property
     def base_directory(self) -> Path | None:
         """Where the base lay when the adapter was trained; for PEFT's perhaps a repository."""
-        name = self.manifest.get("base", {}).get("directory")
-        return None if name is None else Path(name)
+        return path_named(self.manifest.get("base", {}).get("directory"))
+
+    @property
+    def base_rounding(self) -> NF4Rounding | None:
+        """How the base was rounded when the adapter was trained, as far as its manifest says."""
+        state = self.manifest.get("base", {}).get(QUANTIZED_BASE_KEY)
+        return None if state is None else NF4Rounding.from_state(state)
 
     def check_base(self, base: TensorSource, where: Path) -> None:
         """Checks that a model is the one that the adapter was trained on.
@@ -69,13 +89,39 @@ class AdapterCheckpoint:
             ConfigError: if it is another model of the same shape.
         """
         config = self.told_config or config_of_tensors(self.tensors.metas)
-        check_adapter(self.tensors.metas, config, linear_shapes(base.metas), str(self.path))
+        check_adapter(self.tensors.metas, config, shapes_of(base), str(self.path))
         expected = self.manifest.get("base", {}).get("fingerprint")
         if expected is not None and expected != fingerprint(base):
             raise ConfigError(
                 f"{self.path}: was trained on another base, {self.base_directory}, whose weights "
                 f"differ from those in {where}; give that base as checkpoint_dir"
             )
+
+
+def repo_id_of(directory: Path) -> str | None:
+    """The Hub repository that a model was downloaded from, if the download noted it."""
+    path = directory / REPO_ID_NAME
+    return read_json(path).get("repo_id") if path.is_file() else None
+
+
+def write_peft(
+    directory: Path, peft: PeftAdapter, progress: Progress, safe_serialization: bool = True
+) -> None:
+    """Writes a PEFT adapter into an existing directory.
+
+    Args:
+        directory: where to.
+        peft: from :func:`checkpointing.adapters.peft.to_peft`.
+        progress: called with the number of bytes just written.
+        safe_serialization: safetensors rather than a ``.bin`` file.
+    """
+    names = list(peft.tensors.metas)
+    if safe_serialization:
+        write_safetensors(directory / PEFT_WEIGHTS, peft.tensors, names, progress)
+    else:
+        write_torch_file(directory / PEFT_WEIGHTS_TORCH, peft.tensors, names, progress)
+    text = json.dumps(peft.config, indent=2) + "\n"
+    (directory / PEFT_CONFIG).write_text(text, encoding="utf-8")
 
 
 def has_adapter(directory: Path) -> bool:
@@ -125,8 +171,14 @@ def open_adapter(path: Path, base: OpenModel | None = None) -> AdapterCheckpoint
 
 def _open_native(path: Path) -> AdapterCheckpoint:
     manifest = read_manifest(path.parent) or {}
+    said_by = path.parent / MANIFEST_NAME
+    if not isinstance(manifest.get("base", {}), dict):
+        raise CorruptCheckpointError(f"{said_by}: says nothing of the base; the file is damaged")
     state = manifest.get(ADAPTER_CONFIG_KEY)
-    config = None if state is None else AdapterConfig.from_state(state)
+    try:
+        config = None if state is None else AdapterConfig.from_state(state)
+    except ConfigError as error:
+        raise ConfigError(f"{said_by}: {error}") from error
     return AdapterCheckpoint(path, open_tensor_file(path), config, manifest)
 
 
@@ -144,5 +196,7 @@ def _open_peft(directory: Path, base: OpenModel | None) -> AdapterCheckpoint:
         target_modules=(targets,) if isinstance(targets, str) else tuple(targets),
         use_dora=bool(settings.use_dora),
         use_rslora=settings.use_rslora,
+        modules_to_save=settings.modules_to_save,
+        lora_bias=bool(settings.lora_bias),
     )
     return AdapterCheckpoint(directory, open_tensor_file(peft_weights(directory)), config, facts)

@@ -5,23 +5,17 @@ the format it read. State dicts use torchtune's keys: ``model`` (native weights)
 (native adapter tensors), ``adapter_config``, and any others, which are the recipe state.
 """
 
-import json
 import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.adapter_checkpoint import ADAPTER_NAME
+from checkpointing.adapter_checkpoint import ADAPTER_NAME, repo_id_of, write_peft
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.peft import (
-    PEFT_CONFIG,
-    PEFT_WEIGHTS,
-    PEFT_WEIGHTS_TORCH,
-    PeftAdapter,
-    to_peft,
-)
+from checkpointing.adapters.peft import PeftAdapter, check_form, to_peft
 from checkpointing.errors import ConfigError
+from checkpointing.families import FAMILIES
 from checkpointing.formats import HFFormat, MetaFormat, TuneFormat
 from checkpointing.formats.base import CheckpointFiles, native_layout
 from checkpointing.formats.hf import config_for_weights
@@ -29,14 +23,12 @@ from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.full_model import FullModelCheckpointer
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.save_plan import SavePlan
-from checkpointing.storage.read import read_json
 from checkpointing.storage.side_files import side_files
-from checkpointing.storage.write import Progress, write_safetensors, write_torch_file
+from checkpointing.storage.write import Progress
 
 logger = logging.getLogger(__name__)
 
 MERGED_DIR = "merged"
-REPO_ID_NAME = "original_repo_id.json"
 _MODEL_CONFIGS = (CONFIG_NAME, "generation_config.json")
 
 
@@ -64,6 +56,8 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
         keep_last_n_checkpoints: remove this run's older checkpoints after a save.
         enable_dcp: not supported.
         max_shard_size: largest weight file, such as ``"5GB"`` or a number of bytes.
+        adapter_form: ``"portable"`` writes adapters as inference engines read them, with one rank
+            and scale for all modules; ``"exact"`` with the ranks and scales that they have.
 
     Raises:
         CheckpointNotFoundError: if a directory or file is missing.
@@ -87,7 +81,10 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
         enable_dcp: bool = False,
         *,
         max_shard_size: str | int = "5GB",
+        adapter_form: str = "portable",
     ) -> None:
+        check_form(adapter_form)
+        self._adapter_form = adapter_form
         super().__init__(
             checkpoint_dir,
             checkpoint_files,
@@ -105,8 +102,7 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
     @property
     def repo_id(self) -> str | None:
         """The Hub repository that the base was downloaded from, if the download noted it."""
-        path = self._checkpoint_dir / REPO_ID_NAME
-        return read_json(path).get("repo_id") if path.is_file() else None
+        return repo_id_of(self._checkpoint_dir)
 
     def _plan_peft(
         self, adapter: TensorSource | None, config: AdapterConfig | None
@@ -121,8 +117,16 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
             )
             return None
         layout = native_layout(self._base.native, self._base, self._format.name)
+        if not layout.family.in_peft:
+            logger.warning(
+                "adapters of %s models are not written for PEFT, only as %s; the merged model has "
+                "the adapter in it",
+                layout.family.name,
+                ADAPTER_NAME,
+            )
+            return None
         base_model = self.repo_id or str(self._checkpoint_dir.resolve())
-        return to_peft(adapter, config, layout, base_model)
+        return to_peft(adapter, config, layout, base_model, self._adapter_form, self._base.native)
 
     def _write(
         self, directory: Path, plan: SavePlan, max_bytes: int | None, progress: Progress
@@ -137,20 +141,18 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
             model_dir.mkdir(exist_ok=True)
             for path in side_files(self._checkpoint_dir):
                 shutil.copyfile(path, model_dir / path.name)
-            config = config_for_weights(self._checkpoint_dir / CONFIG_NAME, plan.model)
+            config = config_for_weights(
+                self._checkpoint_dir / CONFIG_NAME,
+                plan.model,
+                FAMILIES[self.model_config.family],
+                self._format.name,
+            )
             (model_dir / CONFIG_NAME).write_text(config, encoding="utf-8")
             self._write_model(model_dir, plan.model, max_bytes, progress)
         if plan.peft is not None:
-            self._write_peft(directory, plan.peft, progress)
-
-    def _write_peft(self, directory: Path, peft: PeftAdapter, progress: Progress) -> None:
-        names = list(peft.tensors.metas)
-        if self._safe_serialization:
-            write_safetensors(directory / PEFT_WEIGHTS, peft.tensors, names, progress)
-        else:
-            write_torch_file(directory / PEFT_WEIGHTS_TORCH, peft.tensors, names, progress)
-        text = json.dumps(peft.config, indent=2) + "\n"
-        (directory / PEFT_CONFIG).write_text(text, encoding="utf-8")
+            for note in plan.peft.notes:
+                logger.warning("%s", note)
+            write_peft(directory, plan.peft, progress, self._safe_serialization)
 
 
 class _OneLayoutCheckpointer(FullModelCheckpointer):

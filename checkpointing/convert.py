@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from checkpointing.errors import ConfigError
+from checkpointing.families import FAMILIES
 from checkpointing.formats.base import Format, OpenModel, WriteOptions
 from checkpointing.formats.detect import FORMATS, FoundModel, find_model
 from checkpointing.formats.hf import config_for_weights
@@ -156,8 +157,8 @@ def _config_text(
         return None
     name = {"hf": CONFIG_NAME, "meta": PARAMS_NAME}.get(to, own.name)
     if own.name == name == CONFIG_NAME:
-        head = "output.weight" if to == "tune" else "lm_head.weight"
-        return name, config_for_weights(own, tensors, head)
+        layout = "native" if to == "tune" else to
+        return name, config_for_weights(own, tensors, FAMILIES[model.config.family], layout)
     if own.name == name:
         return name, own.read_text(encoding="utf-8")
     if name == PARAMS_NAME:

@@ -8,12 +8,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from checkpointing.adapters import MergedStateDict
+from checkpointing.nf4 import dequantized
 from checkpointing.training import (
     BatchLoader,
     Trainer,
     adapter_config_from_recipe,
     adapter_state_dict,
     add_adapter,
+    base_rounding,
     base_state_dict,
     build_decoder,
     check_same_adapter,
@@ -23,6 +25,7 @@ from checkpointing.training import (
     instantiate,
     load_adapter,
     next_steps,
+    quantize_base,
     require,
     set_seed,
     training_options,
@@ -35,11 +38,15 @@ CONFIG_KEYS = frozenset(
         "model.lora_attn_modules",
         "model.apply_lora_to_mlp",
         "model.apply_lora_to_output",
+        "model.apply_lora_to_embeddings",
+        "model.modules_to_save",
         "model.lora_rank",
         "model.lora_alpha",
         "model.lora_dropout",
+        "model.lora_bias",
         "model.use_dora",
         "model.use_rslora",
+        "model.quantize_base",
         "checkpointer",
         "resume_from_checkpoint",
         "save_adapter_weights_only",
@@ -80,10 +87,14 @@ def main(cfg: DictConfig) -> None:
     set_seed(seed)
 
     # The model. The base is never written to, so that it may share the checkpoint's memory.
-    adapter_config = adapter_config_from_recipe(cfg.model)
+    adapter_config = adapter_config_from_recipe(cfg.model, checkpointer.model_config)
     if "adapter_config" in state:
         adapter_config = check_same_adapter(state["adapter_config"], adapter_config)
-    model = build_decoder(checkpointer.model_config, state.pop("model"), dtype, device, copy=False)
+    rounding = base_rounding(cfg.model, dtype, state)
+    place = device if rounding is None else "cpu"
+    model = build_decoder(checkpointer.model_config, state.pop("model"), dtype, place, copy=False)
+    if rounding is not None:
+        quantize_base(model, rounding, device)
     add_adapter(model, adapter_config, like=state.get("adapter"))
     if "adapter" in state:
         load_adapter(model, state["adapter"])
@@ -96,18 +107,23 @@ def main(cfg: DictConfig) -> None:
     dataset = instantiate(cfg.dataset, tokenizer)
     batches = BatchLoader(dataset, cfg.get("batch_size", 1), cfg.get("shuffle", True), seed)
 
+    options = training_options(cfg, seed)
+
     # What a checkpoint holds besides the state of the loop. The merged model is computed tensor
     # by tensor while it is written; neither the base nor the adapter is changed.
     def weights() -> dict[str, Any]:
         adapter = adapter_state_dict(model)
-        return {
-            "model": MergedStateDict(base_state_dict(model), adapter, adapter_config),
+        entries: dict[str, Any] = {
             "adapter": adapter,
             "adapter_config": adapter_config.to_state(),
+            "quantized_base": None if rounding is None else rounding.to_state(),
         }
+        if not options.save_adapter_weights_only:
+            base = dequantized(base_state_dict(model))
+            entries["model"] = MergedStateDict(base, adapter, adapter_config)
+        return entries
 
     optimizer = instantiate(cfg.optimizer, [p for p in model.parameters() if p.requires_grad])
-    options = training_options(cfg, seed)
     trainer = Trainer(model, optimizer, batches, options, checkpointer, weights, device)
     if resume:
         trainer.load_state_dict(state)

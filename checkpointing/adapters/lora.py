@@ -1,6 +1,7 @@
 """The arithmetic of LoRA and DoRA on native tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,8 +9,27 @@ from torch import Tensor
 
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.errors import TensorMismatchError
-from checkpointing.mapping.rules import ADAPTER_PARAMETERS, LORA_A, LORA_B, MAGNITUDE
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource, as_source
+from checkpointing.mapping.rules import (
+    ADAPTER_KINDS,
+    BIAS,
+    EMBEDDING_ADAPTER,
+    AdapterKind,
+    Parameter,
+)
+from checkpointing.mapping.tensors import (
+    LazyTensors,
+    TensorMeta,
+    TensorSource,
+    as_source,
+    shapes_of,
+)
+
+EMBEDDING = "tok_embeddings"
+TIED_EMBEDDING = (
+    "the output projection of this model is its token embedding, so that an adapter on one of them "
+    "would tear them apart; train the embedding whole, with modules_to_save, or untie the model "
+    "first"
+)
 
 
 def merged_weight(
@@ -21,32 +41,49 @@ def merged_weight(
     by its norm and multiplied with its magnitude.
 
     Args:
-        weight: ``[out, in]``, of any floating dtype, which is also that of the result.
-        lora_a: ``[r, in]``.
-        lora_b: ``[out, r]``.
+        weight: ``[..., out, in]``, of any floating dtype, which is also that of the result.
+        lora_a: ``[..., r, in]``.
+        lora_b: ``[..., out, r]``.
         scale: the factor s.
-        magnitude: ``[out]``, for DoRA.
+        magnitude: ``[..., out]``, for DoRA.
 
     Returns:
-        A new tensor ``[out, in]``; the inputs are not changed.
+        A new tensor ``[..., out, in]``; the inputs are not changed.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     delta = (lora_b.to(dtype) @ lora_a.to(dtype)) * scale
     merged = weight.to(dtype) + delta
     if magnitude is not None:
-        norms = torch.linalg.vector_norm(merged, dim=1)
-        merged = merged * (magnitude.to(dtype) / norms)[:, None]
+        norms = torch.linalg.vector_norm(merged, dim=-1)
+        merged = merged * (magnitude.to(dtype) / norms)[..., None]
     return merged.to(weight.dtype)
 
 
-def adapter_modules(names: Mapping[str, object]) -> list[str]:
-    """Full native names of the modules that carry an adapter, in the order given."""
-    modules: dict[str, None] = {}
+def adapter_modules(names: Iterable[str]) -> dict[str, AdapterKind]:
+    """The modules that carry an adapter, by full native name, in the order given."""
+    modules: dict[str, AdapterKind] = {}
     for name in names:
-        for parameter in ADAPTER_PARAMETERS:
-            if name.endswith(f".{parameter.native}"):
-                modules[name.removesuffix(f".{parameter.native}")] = None
-    return list(modules)
+        found = _module_and_kind(name)
+        if found is not None:
+            modules[found[0]] = found[1]
+    return modules
+
+
+def trained_tensors(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors that are trained whole, beside the adapter, by full native name of the module."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        if _module_and_kind(name) is None:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return modules
+
+
+def _module_and_kind(name: str) -> tuple[str, AdapterKind] | None:
+    for kind in ADAPTER_KINDS:
+        for parameter in kind.parameters:
+            if (module := parameter.module_of(name)) is not None:
+                return module, kind
+    return None
 
 
 def check_adapter(
@@ -58,9 +95,9 @@ def check_adapter(
     """Checks that an adapter is whole and fits its base, before anything is done with it.
 
     Args:
-        adapter: the native adapter tensors.
+        adapter: the native adapter tensors, and those of modules that are trained whole.
         config: its hyper-parameters.
-        base_shapes: shape ``(out, in)`` of every linear module of the base, by native name.
+        base_shapes: shape of every tensor of the base, by native name.
         subject: names the adapter in errors.
 
     Raises:
@@ -68,30 +105,19 @@ def check_adapter(
     """
     problems = []
     modules = adapter_modules(adapter)
-    expected: dict[str, tuple[int, ...]] = {}
-    for module in modules:
-        if module not in base_shapes:
-            problems.append(f"{module}: the base has no such linear module")
-            continue
-        sizes = dict(zip(("out", "in"), base_shapes[module], strict=True))
-        sizes["rank"] = config.rank(module)
-        for parameter in ADAPTER_PARAMETERS:
-            if parameter is not MAGNITUDE or config.use_dora:
-                shape = tuple(sizes[axis] for axis in parameter.axes)
-                expected[f"{module}.{parameter.native}"] = shape
-    for name, shape in expected.items():
-        if name not in adapter:
-            problems.append(f"{name}: missing, expected {list(shape)}")
-        elif adapter[name].shape != shape:
-            problems.append(f"{name}: {list(adapter[name].shape)}, expected {list(shape)}")
-    for name in adapter:
-        if name not in expected and not any(name.startswith(f"{module}.") for module in modules):
-            problems.append(f"{name}: not a tensor of an adapter")
-        elif name not in expected and name.removesuffix(f".{MAGNITUDE.native}") in base_shapes:
-            problems.append(f"{name}: a DoRA magnitude, but the adapter's config says plain LoRA")
+    for module, kind in modules.items():
+        problems += _module_problems(module, kind, adapter, config, base_shapes)
+    trained = trained_tensors(adapter)
+    for module, names in trained.items():
+        problems += _trained_problems(module, names, adapter, config, base_shapes)
+        if module in modules:
+            problems.append(f"{module}: is trained whole and has an adapter; it can be only one")
     for target in config.target_modules:
         if not any(module.rsplit(".", 1)[-1] == target for module in modules):
             problems.append(f"{target}: a target module of the adapter without any tensor")
+    for saved in config.modules_to_save:
+        if not any(saved in (module, module.rsplit(".", 1)[-1]) for module in trained):
+            problems.append(f"{saved}: a module to save without any tensor")
     if problems:
         raise TensorMismatchError(
             subject,
@@ -101,6 +127,64 @@ def check_adapter(
         )
 
 
+def _module_problems(
+    module: str,
+    kind: AdapterKind,
+    adapter: Mapping[str, TensorMeta],
+    config: AdapterConfig,
+    base_shapes: Mapping[str, tuple[int, ...]],
+) -> list[str]:
+    """What is wrong with the adapter of one module."""
+    shape = base_shapes.get(kind.weight.native_name(module), ())
+    is_embedding = module.rsplit(".", 1)[-1] == EMBEDDING
+    if len(shape) != len(kind.weight.axes) or is_embedding != (kind is EMBEDDING_ADAPTER):
+        what = "embedding" if kind is EMBEDDING_ADAPTER else "linear module"
+        return [f"{module}: the base has no such {what}"]
+    if is_embedding and "output.weight" not in base_shapes:
+        return [f"{module}: {TIED_EMBEDDING}"]
+    problems = []
+    sizes = dict(zip(kind.weight.axes, shape, strict=True)) | {"rank": config.rank(module)}
+    wanted = config.parameters(kind)
+    for parameter in kind.parameters:
+        name = parameter.native_name(module)
+        expected = tuple(sizes[axis] for axis in parameter.axes)
+        if parameter not in wanted:
+            if name in adapter:
+                what = "a DoRA magnitude" if parameter is kind.magnitude else "a bias of B"
+                says = "plain LoRA" if parameter is kind.magnitude else "lora_bias=False"
+                problems.append(f"{name}: {what}, but the adapter's config says {says}")
+        elif name not in adapter:
+            problems.append(f"{name}: missing, expected {list(expected)}")
+        elif adapter[name].shape != expected:
+            problems.append(f"{name}: {list(adapter[name].shape)}, expected {list(expected)}")
+    if config.use_dora and kind.magnitude is None:
+        problems.append(f"{module}: there is no DoRA for experts; use LoRA")
+    if config.lora_bias and kind.bias is None:
+        what = "embeddings" if is_embedding else "experts"
+        problems.append(f"{module}: there is no lora_bias for {what}; leave it out")
+    return problems
+
+
+def _trained_problems(
+    module: str,
+    names: list[str],
+    adapter: Mapping[str, TensorMeta],
+    config: AdapterConfig,
+    base_shapes: Mapping[str, tuple[int, ...]],
+) -> list[str]:
+    """What is wrong with a module that is trained whole."""
+    own = {name: shape for name, shape in base_shapes.items() if name.rpartition(".")[0] == module}
+    if not own or not config.saves(module):
+        return [f"{name}: not a tensor of an adapter" for name in names]
+    problems = [f"{name}: the base has no such tensor" for name in names if name not in own]
+    for name, shape in own.items():
+        if name not in adapter:
+            problems.append(f"{name}: missing, expected {list(shape)}, since {module} is saved")
+        elif adapter[name].shape != shape:
+            problems.append(f"{name}: {list(adapter[name].shape)}, expected {list(shape)}")
+    return problems
+
+
 def config_of_tensors(adapter: Mapping[str, TensorMeta]) -> AdapterConfig:
     """The ranks, targets and kind of an adapter whose config is not known.
 
@@ -108,41 +192,60 @@ def config_of_tensors(adapter: Mapping[str, TensorMeta]) -> AdapterConfig:
     """
     modules = adapter_modules(adapter)
     ranks = {
-        module: meta.shape[0]
-        for module in modules
-        if (meta := adapter.get(f"{module}.{LORA_A.native}")) is not None and meta.shape
+        module: meta.shape[kind.a.axes.index("rank")]
+        for module, kind in modules.items()
+        if (meta := adapter.get(kind.a.native_name(module))) is not None
+        and len(meta.shape) == len(kind.a.axes)
     }
     rank = next(iter(ranks.values()), 1)
     return AdapterConfig(
         r=rank,
         alpha=rank,
         target_modules=tuple(dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)),
-        use_dora=any(name.endswith(f".{MAGNITUDE.native}") for name in adapter),
+        use_dora=any(_has(adapter, module, kind.magnitude) for module, kind in modules.items()),
         rank_pattern={module: own for module, own in ranks.items() if own != rank},
+        modules_to_save=tuple(trained_tensors(adapter)),
+        lora_bias=any(_has(adapter, module, kind.bias) for module, kind in modules.items()),
     )
 
 
-def linear_shapes(model: Mapping[str, TensorMeta]) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight matrix of a native model, by module name."""
-    return {
-        name.removesuffix(".weight"): meta.shape
-        for name, meta in model.items()
-        if name.endswith(".weight") and len(meta.shape) == 2 and "tok_embeddings" not in name
-    }
+def _has(adapter: Mapping[str, TensorMeta], module: str, parameter: Parameter | None) -> bool:
+    return parameter is not None and parameter.native_name(module) in adapter
+
+
+def weight_updates(
+    adapter: TensorSource, config: AdapterConfig
+) -> tuple[LazyTensors, AdapterConfig]:
+    """The part of an adapter that updates weights, without biases of B and what is trained whole.
+
+    Args:
+        adapter: native adapter tensors.
+        config: the adapter's hyper-parameters.
+    """
+    config = replace(config, lora_bias=False, modules_to_save=())
+    names = [
+        parameter.native_name(module)
+        for module, kind in adapter_modules(adapter.metas).items()
+        for parameter in config.parameters(kind)
+    ]
+    metas = {name: adapter.metas[name] for name in names}
+    return LazyTensors(metas, {name: partial(adapter.read, name) for name in names}), config
 
 
 class MergedStateDict(LazyTensors):
     """The native weights of a model with its adapter folded in, computed when they are read.
 
-    The base is never written to, and one merged tensor at a time exists.
+    Modules that were trained whole take the place of the base's, in the base's dtype. The base is
+    never written to, and one merged tensor at a time exists.
 
     Args:
         base: native weights, without adapter tensors.
-        adapter: native adapter tensors.
+        adapter: native adapter tensors, and those of modules that were trained whole.
         config: the adapter's hyper-parameters.
 
     Raises:
-        TensorMismatchError: if the adapter does not fit the base.
+        TensorMismatchError: if the adapter does not fit the base, or has biases for modules that
+            have none.
     """
 
     def __init__(
@@ -152,24 +255,62 @@ class MergedStateDict(LazyTensors):
         config: AdapterConfig,
     ) -> None:
         base_source, adapter_source = as_source(base), as_source(adapter)
-        shapes = linear_shapes(base_source.metas)
-        check_adapter(adapter_source.metas, config, shapes, "merging an adapter")
+        check_adapter(adapter_source.metas, config, shapes_of(base_source), "merging an adapter")
         compute = {name: partial(base_source.read, name) for name in base_source.metas}
-        for module in adapter_modules(adapter_source.metas):
-            compute[f"{module}.weight"] = partial(
-                _read_merged, base_source, adapter_source, config, module
+        without_bias = []
+        for module, kind in adapter_modules(adapter_source.metas).items():
+            compute[kind.weight.native_name(module)] = partial(
+                _read_merged, base_source, adapter_source, config, module, kind
             )
+            if config.lora_bias and kind.bias is not None:
+                name = BIAS.native_name(module)
+                without_bias += [module] if name not in compute else []
+                own = kind.bias.native_name(module)
+                scale = config.scale(module)
+                compute[name] = partial(_read_bias, base_source, adapter_source, name, own, scale)
+        if without_bias:
+            raise TensorMismatchError(
+                "merging an adapter with lora_bias",
+                [f"{module}: has no bias that B's could be added to" for module in without_bias],
+                "The merged model has no place for it: keep the adapter apart from its base "
+                "(save_adapter_weights_only=True), or train without lora_bias.",
+            )
+        for names in trained_tensors(adapter_source.metas).values():
+            for name in names:
+                dtype = base_source.metas[name].dtype
+                compute[name] = partial(_read_trained, adapter_source, name, dtype)
         super().__init__(base_source.metas, compute)
 
 
-def _read_merged(
-    base: TensorSource, adapter: TensorSource, config: AdapterConfig, module: str
+def _read_bias(
+    base: TensorSource, adapter: TensorSource, name: str, lora_bias: str, scale: float
 ) -> Tensor:
-    weight = base.read(f"{module}.weight")
-    lora_a, lora_b = (
-        adapter.read(f"{module}.{part.native}").to(weight.device) for part in (LORA_A, LORA_B)
+    bias = base.read(name)
+    dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
+    return (bias.to(dtype) + scale * adapter.read(lora_bias).to(bias.device, dtype)).to(bias.dtype)
+
+
+def _read_trained(adapter: TensorSource, name: str, dtype: torch.dtype) -> Tensor:
+    return adapter.read(name).to(dtype)
+
+
+# Matrices of linear maps, perhaps one for each expert.
+_MATRIX = ("expert", "out", "rank", "in")
+
+
+def _read_merged(
+    base: TensorSource, adapter: TensorSource, config: AdapterConfig, module: str, kind: AdapterKind
+) -> Tensor:
+    weight = base.read(kind.weight.native_name(module))
+    order = sorted(range(weight.dim()), key=lambda dim: _MATRIX.index(kind.weight.axes[dim]))
+
+    def matrix(parameter: Parameter) -> Tensor:
+        tensor = adapter.read(parameter.native_name(module)).to(weight.device)
+        dims = sorted(range(tensor.dim()), key=lambda dim: _MATRIX.index(parameter.axes[dim]))
+        return tensor.permute(dims)
+
+    magnitude = matrix(kind.magnitude) if kind.magnitude and config.use_dora else None
+    merged = merged_weight(
+        weight.permute(order), matrix(kind.a), matrix(kind.b), config.scale(module), magnitude
     )
-    magnitude = (
-        adapter.read(f"{module}.{MAGNITUDE.native}").to(weight.device) if config.use_dora else None
-    )
-    return merged_weight(weight, lora_a, lora_b, config.scale(module), magnitude)
+    return merged.permute([order.index(dim) for dim in range(weight.dim())])

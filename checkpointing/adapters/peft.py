@@ -5,7 +5,7 @@ Key names and config fields as PEFT reads them (https://github.com/huggingface/p
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -15,14 +15,26 @@ from torch import Tensor
 
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.lora import adapter_modules, check_adapter
+from checkpointing.adapters.peft_experts import (
+    PackedParameter,
+    bare_parameters,
+    check_packable,
+    experts_modules,
+    left_out_by_peft,
+    pack,
+    target_parameters,
+)
+from checkpointing.adapters.peft_whole import CLASSIFIER, CLASSIFIER_HEAD, whole_modules
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.layout import Layout, ModulePair
-from checkpointing.mapping.rules import LORA_A, LORA_B, MAGNITUDE, Parameter
+from checkpointing.mapping.rules import BIAS, AdapterKind, Parameter
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.nearest import hint
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_WEIGHTS_TORCH = "adapter_model.bin"
 PEFT_CONFIG = "adapter_config.json"
+ADAPTER_FORMS = ("portable", "exact")
 _PREFIX = "base_model.model."
 
 
@@ -33,63 +45,149 @@ class PeftAdapter:
     Attributes:
         tensors: by PEFT's names.
         config: content of ``adapter_config.json``.
+        notes: what its user should know, one line each.
     """
 
     tensors: TensorSource
     config: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def check_form(form: str) -> None:
+    """Checks the name of a form that adapters are written in.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    if form not in ADAPTER_FORMS:
+        raise ConfigError(
+            f"adapter_form: {form!r} is unknown, {hint(form, ADAPTER_FORMS)}; give one of "
+            f"{', '.join(ADAPTER_FORMS)}"
+        )
 
 
 def to_peft(
-    adapter: TensorSource, config: AdapterConfig, layout: Layout, base_model: str
+    adapter: TensorSource,
+    config: AdapterConfig,
+    layout: Layout,
+    base_model: str,
+    form: str = "portable",
+    base: TensorSource | None = None,
 ) -> PeftAdapter:
     """A native adapter in PEFT's form.
 
-    LoRA is written in the portable form, since inference engines ignore most of PEFT's config:
-    one rank, and one scale ``alpha / r``; what differs from it is folded into ``B``. Modules that
-    engines compute as one are all named if one of them carries an adapter, the others with zeros.
-    DoRA, which no engine serves, is written exactly as PEFT has it.
+    The portable form is for inference engines, which ignore most of PEFT's config: one rank, and
+    one scale ``alpha / r``; what differs from it is folded into ``B``. Modules that engines compute
+    as one are all named if one of them carries an adapter, the others with zeros. The exact form
+    has the adapter's own ranks and alphas, as patterns where they differ, and just its modules.
+    What no engine serves (DoRA, a bias of B, modules that are trained whole) is always written
+    exactly.
 
     Args:
         adapter: native adapter tensors.
         config: the adapter's hyper-parameters.
         layout: the base's layout in the Hugging Face format.
         base_model: repository or directory of the base, for PEFT's config.
+        form: ``"portable"`` or ``"exact"``.
+        base: native weights of the base; needed for a classifier whose head is not trained.
 
     Raises:
+        ConfigError: if the form is unknown, or PEFT has no form for the adapter.
         TensorMismatchError: if the adapter does not fit the base, or is not whole.
     """
-    pairs = {pair.native: pair for pair in layout.pairs if pair.module.takes_adapter}
-    check_adapter(adapter.metas, config, _shapes(pairs, layout), "saving a PEFT adapter")
-    carrying = adapter_modules(adapter.metas)
-    if config.use_dora:
-        modules = _foreign_modules(pairs, carrying, carrying)
-        tensors, fields = _exact(adapter, config, modules)
+    check_form(form)
+    check_in_peft(layout)
+    subject = "saving a PEFT adapter"
+    check_adapter(adapter.metas, config, layout.native_shapes(), subject)
+    pairs = [pair for pair in layout.pairs if pair.module.adapter is not None]
+    carrying = set(adapter_modules(adapter.metas))
+    whole = whole_modules(adapter, layout, subject, base)
+    experts = carrying & {n for m in experts_modules(layout).values() for n in m.all_natives}
+    peft_only = _peft_only(config, layout, carrying)
+    if form == "exact" or peft_only:
+        check_packable(layout, carrying, config.use_dora)
+        packed = pack(adapter, config, layout, experts, _PREFIX)
+        own = carrying - experts
+        modules = _foreign_modules(adapter, pairs, own, own)
+        bare = bare_parameters(layout, own)
+        tensors, fields = _exact(adapter, config, modules, packed.parameters, bare)
+        tensors = _joined(tensors, packed.tensors, "")
+        parameters = [*packed.target_parameters, *target_parameters(bare.values(), layout)]
+        modules = [module for module in modules if module.name not in bare]
+        fields |= {"target_parameters": parameters} if parameters else {}
     else:
         written = _with_fused(carrying, pairs, layout.family.fused_in_engines)
-        modules = _foreign_modules(pairs, carrying, written)
+        modules = _foreign_modules(adapter, pairs, carrying, written)
         tensors, fields = _portable(adapter, config, modules)
+        peft_only = left_out_by_peft(layout, carrying)
     peft_config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": layout.family.task_type,
         "base_model_name_or_path": base_model,
         "target_modules": _target_modules(pairs, {module.name for module in modules}),
-        "lora_dropout": config.dropout,
+        # PEFT has no dropout for experts.
+        "lora_dropout": 0.0 if experts else config.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
-        "lora_bias": False,
+        "modules_to_save": whole.names or None,
+        "lora_bias": config.lora_bias,
         "init_lora_weights": True,
         **fields,
+        **({"ensure_weight_tying": True} if whole.tied else {}),
     }
-    return PeftAdapter(tensors, peft_config)
+    return PeftAdapter(_joined(tensors, whole.tensors, _PREFIX), peft_config, peft_only)
 
 
-def _shapes(pairs: Mapping[str, ModulePair], layout: Layout) -> dict[str, tuple[int, int]]:
-    return {
-        name: (getattr(layout.dims, pair.module.out), getattr(layout.dims, pair.module.in_))
-        for name, pair in pairs.items()
+def check_in_peft(layout: Layout) -> None:
+    """Checks that PEFT knows the modules of a family by the names that their tensors have.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if not layout.family.in_peft:
+        raise ConfigError(
+            f"an adapter for {layout.family.name}: transformers names the modules of this model "
+            "otherwise than its tensors, so PEFT's form of it is not known here; convert and train "
+            "its weights without an adapter"
+        )
+
+
+def _peft_only(config: AdapterConfig, layout: Layout, carrying: set[str]) -> tuple[str, ...]:
+    """What to say of an adapter that only PEFT reads; nothing if engines read it too."""
+    # Engines do read the head of a classifier.
+    heads = {CLASSIFIER_HEAD} if layout.family.task_type == CLASSIFIER else set()
+    kinds = {
+        "DoRA": config.use_dora,
+        "a bias of B (lora_bias)": config.lora_bias,
+        "experts that are stored together": any(
+            module.is_swapped and carrying & set(module.all_natives)
+            for module in experts_modules(layout).values()
+        ),
+        "modules that are trained whole (modules_to_save)": set(config.modules_to_save) - heads,
     }
+    has = [kind for kind, is_so in kinds.items() if is_so]
+    if not has:
+        return ()
+    shapes = layout.native_shapes()
+    mergeable = not config.lora_bias or all(BIAS.native_name(m) in shapes for m in carrying)
+    instead = (
+        "for an engine use the merged model (`tune merge`, or merged/ in a checkpoint)"
+        if mergeable
+        else "nor could a merged model hold it, where modules have no bias"
+    )
+    return (
+        f"the adapter has {' and '.join(has)}, which no inference engine serves: it is written for "
+        f"PEFT alone; {instead}",
+    )
+
+
+def _joined(first: LazyTensors, second: LazyTensors, prefix: str) -> LazyTensors:
+    """The tensors of both, those of the second under longer names."""
+    metas = {**first.metas, **{prefix + name: meta for name, meta in second.metas.items()}}
+    compute = {name: partial(first.read, name) for name in first}
+    compute |= {prefix + name: partial(second.read, name) for name in second}
+    return LazyTensors(metas, compute)
 
 
 @dataclass(frozen=True)
@@ -97,69 +195,107 @@ class _ForeignModule:
     """A foreign module that is written, and the native ones that it is made of.
 
     Attributes:
-        name: its name.
-        out: length of its out axis.
-        in_: length of its in axis.
-        parts: the native modules in it that carry an adapter, in their order; more than one only
-            if the module is fused.
-        whole: all native modules in it carry an adapter.
+        group: all native modules in it, in their order; more than one only if it is fused.
+        parts: those of them that carry an adapter.
+        shares_a: all parts have the same A, as those of an adapter that PEFT made, and it is
+            written once.
     """
 
-    name: str
-    out: int
-    in_: int
+    group: tuple[ModulePair, ...]
     parts: tuple[ModulePair, ...]
-    whole: bool
+    shares_a: bool
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.group[0].foreign
+
+    @property
+    def kind(self) -> AdapterKind:
+        """The kind of its adapter."""
+        kind = self.group[0].module.adapter
+        assert kind is not None
+        return kind
 
     def rank(self, config: AdapterConfig) -> int:
-        """Rank of its adapter: the ranks of its parts, stacked."""
-        return sum(config.rank(part.native) for part in self.parts)
+        """Rank of its adapter: the ranks of its parts, stacked unless they share A."""
+        ranks = [config.rank(part.native) for part in self.parts]
+        return ranks[0] if self.shares_a else sum(ranks)
 
 
 def _foreign_modules(
-    pairs: Mapping[str, ModulePair], carrying: list[str], written: list[str]
+    adapter: TensorSource, pairs: Sequence[ModulePair], carrying: set[str], written: set[str]
 ) -> list[_ForeignModule]:
     grouped: dict[str, list[ModulePair]] = {}
-    for pair in pairs.values():
+    for pair in pairs:
         grouped.setdefault(pair.foreign, []).append(pair)
     modules = []
-    for name in dict.fromkeys(pairs[native].foreign for native in written):
-        group = sorted(grouped[name], key=lambda pair: pair.start)
-        parts = tuple(pair for pair in group if pair.native in carrying)
-        in_ = getattr(group[0].dims, group[0].module.in_)
-        modules.append(
-            _ForeignModule(name, group[0].foreign_out, in_, parts, len(parts) == len(group))
-        )
+    for group in grouped.values():
+        if any(pair.native in written for pair in group):
+            group.sort(key=lambda pair: pair.start)
+            parts = tuple(pair for pair in group if pair.native in carrying)
+            modules.append(_ForeignModule(tuple(group), parts, _share_a(adapter, parts)))
     return modules
 
 
+def _share_a(adapter: TensorSource, parts: Sequence[ModulePair]) -> bool:
+    """Whether the parts, more than one, have the same A, bit for bit."""
+    names = [p.module.adapter.a.native_name(p.native) for p in parts if p.module.adapter]
+    if len(names) < 2 or len({adapter.metas[name] for name in names}) > 1:
+        return False
+    first = adapter.read(names[0])
+    return all(torch.equal(adapter.read(name), first) for name in names[1:])
+
+
 def _exact(
-    adapter: TensorSource, config: AdapterConfig, modules: list[_ForeignModule]
+    adapter: TensorSource,
+    config: AdapterConfig,
+    modules: list[_ForeignModule],
+    packed: Sequence[PackedParameter],
+    bare: Mapping[str, str],
 ) -> tuple[LazyTensors, dict[str, Any]]:
-    """The tensors and the config's fields as PEFT has them."""
-    tensors = _Tensors(adapter)
-    ranks, alphas = {}, {}
+    """The tensors of modules, and the config's fields, as PEFT has them.
+
+    Args:
+        adapter: native adapter tensors.
+        config: the adapter's hyper-parameters.
+        modules: what is written.
+        packed: parameters that are adapted beside the modules.
+        bare: what patterns call the modules that transformers holds as parameters.
+    """
+    tensors = _Tensors(adapter, config)
+    ranks = {one.name: one.rank for one in packed}
+    alphas = {
+        one.name: one.scale * (one.rank**0.5 if config.use_rslora else one.rank) for one in packed
+    }
     for module in modules:
-        kinds = {(config.rank(p.native), config.alpha_for(p.native)) for p in module.parts}
-        if not module.whole or len(kinds) > 1:
+        if config.use_dora and module.parts != module.group:
             raise ConfigError(
-                f"{module.name}: is fused of several modules, so DoRA must be on all of them with "
-                "the same rank and alpha to be written for PEFT; adapt the others too"
+                f"{module.name}: is fused of several modules, so DoRA must be on all of them to be "
+                "written for PEFT; adapt the others too"
             )
-        rank, alpha = kinds.pop()
-        count = len(module.parts)
-        ranks[module.name] = rank * count
-        alphas[module.name] = alpha * (count**0.5 if config.use_rslora else count)
-        tensors.add(module, rank * count, dict.fromkeys(module.parts, 1.0), MAGNITUDE)
+        name = bare.get(module.name, module.name)
+        ranks[name] = rank = module.rank(config)
+        alphas[name], scale = _shared_alpha(module, config)
+        factors = {part: _fold_factor(config.scale(part.native), scale) for part in module.parts}
+        tensors.add(module, rank, factors)
     fields = {
         "r": config.r,
         "lora_alpha": _whole(config.alpha),
-        "use_dora": True,
+        "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,
         "rank_pattern": _pattern(ranks, config.r),
         "alpha_pattern": _pattern(alphas, config.alpha),
     }
     return tensors.lazy(), fields
+
+
+def _shared_alpha(module: _ForeignModule, config: AdapterConfig) -> tuple[float, float]:
+    """The alpha of a module for which its first part keeps its scale, and that scale."""
+    first = module.parts[0].native
+    growth = module.rank(config) / config.rank(first)
+    alpha = config.alpha_for(first) * (growth**0.5 if config.use_rslora else growth)
+    return alpha, config.scale(first)
 
 
 def _portable(
@@ -169,7 +305,7 @@ def _portable(
     rank = max(module.rank(config) for module in modules)
     # So that the scale of what needs no padding stays what it is.
     alpha = config.alpha * (rank // config.r) if rank % config.r == 0 else config.alpha
-    tensors = _Tensors(adapter)
+    tensors = _Tensors(adapter, config)
     for module in modules:
         factors = {
             part: _fold_factor(config.scale(part.native), alpha / rank) for part in module.parts
@@ -192,10 +328,12 @@ def _whole(number: float) -> float:
 
 
 def _pattern(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """PEFT's pattern for the modules that differ; by last name where all of that name agree."""
+    """PEFT's pattern for what differs; by last name where all of that name agree."""
     by_last: dict[str, dict[str, float]] = {}
     for name, value in values.items():
-        by_last.setdefault(name.rsplit(".", 1)[-1], {})[name] = _whole(value)
+        # A module that is a parameter for PEFT is called by that, as in gate.weight.
+        last = ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
+        by_last.setdefault(last, {})[name] = _whole(value)
     pattern: dict[str, float] = {}
     for last, named in by_last.items():
         if len(set(named.values())) == 1:
@@ -208,39 +346,35 @@ class _Tensors:
     """Collects the tensors of foreign modules, to be computed when they are read.
 
     In a fused module, A is the parts' A stacked along the rank and B is block-diagonal, so each
-    part gets just its own update.
+    part gets just its own update. Where the parts share A, it is that, and B is the parts' B one
+    after the other.
     """
 
-    def __init__(self, adapter: TensorSource) -> None:
+    def __init__(self, adapter: TensorSource, config: AdapterConfig) -> None:
         self._adapter = adapter
+        self._config = config
         self._metas: dict[str, TensorMeta] = {}
         self._compute: dict[str, Callable[[], Tensor]] = {}
 
-    def add(
-        self,
-        module: _ForeignModule,
-        rank: int,
-        factors: Mapping[ModulePair, float],
-        *others: Parameter,
-    ) -> None:
-        """Adds A and B, padded with zeros to a rank, and other parameters.
+    def add(self, module: _ForeignModule, rank: int, factors: Mapping[ModulePair, float]) -> None:
+        """Adds A and B, padded with zeros to a rank, and what else the adapter has.
 
         Args:
             module: the module; all zeros if none of its parts carries an adapter.
             rank: of the tensors that are written.
-            factors: what each part's B is multiplied with.
-            others: further parameters of each part.
+            factors: what each part's B, and its bias, is multiplied with.
         """
-        sizes = {"out": module.out, "in": module.in_, "rank": rank}
-        for parameter in (LORA_A, LORA_B, *others):
+        kind = module.kind
+        for parameter in self._config.parameters(kind):
+            is_scaled = parameter in (kind.b, kind.bias)
+            own = factors if is_scaled else dict.fromkeys(module.parts, 1.0)
             dtype = self._dtype(module, parameter)
-            if parameter is LORA_B and not all(map(_is_exact, factors.values())):
+            if not all(map(_is_exact, own.values())):
                 # Products that the adapter's own dtype would round.
                 dtype = torch.promote_types(dtype, torch.float32)
-            meta = TensorMeta(tuple(sizes[axis] for axis in parameter.axes), dtype)
-            name = f"{_PREFIX}{module.name}.{parameter.foreign}"
+            meta = TensorMeta(module.group[0].foreign_shape(parameter, rank), dtype)
+            name = _PREFIX + parameter.foreign_name(module.name)
             self._metas[name] = meta
-            own = factors if parameter is LORA_B else dict.fromkeys(module.parts, 1.0)
             self._compute[name] = partial(_assemble, self._adapter, module, parameter, own, meta)
 
     def lazy(self) -> LazyTensors:
@@ -248,7 +382,7 @@ class _Tensors:
         return LazyTensors(self._metas, self._compute)
 
     def _dtype(self, module: _ForeignModule, parameter: Parameter) -> torch.dtype:
-        names = [f"{part.native}.{parameter.native}" for part in module.parts]
+        names = [parameter.native_name(part.native) for part in module.parts]
         dtypes = [self._adapter.metas[name].dtype for name in names]
         if not dtypes:
             dtypes = [next(iter(self._adapter.metas.values())).dtype]
@@ -265,7 +399,8 @@ def _assemble(
     whole: Tensor | None = None
     rank_start = 0
     for part in module.parts:
-        tensor = adapter.read(f"{part.native}.{parameter.native}").to(meta.dtype)
+        tensor = adapter.read(parameter.native_name(part.native))
+        tensor = part.slice_of(tensor, parameter).to(meta.dtype)
         if factors[part] != 1.0:
             tensor = tensor * factors[part]
         tensor = part.to_foreign(tensor, parameter)
@@ -275,9 +410,9 @@ def _assemble(
             whole = tensor.new_zeros(meta.shape)
         starts = {"out": part.start, "in": 0, "rank": rank_start}
         place = whole
-        for dim, axis in enumerate(parameter.axes):
+        for dim, axis in enumerate(parameter.foreign_axes):
             place = place.narrow(dim, starts[axis], tensor.shape[dim])
-            if axis == "rank":
+            if axis == "rank" and not module.shares_a:
                 rank_start += tensor.shape[dim]
         place.copy_(tensor)
     return torch.zeros(meta.shape, dtype=meta.dtype) if whole is None else whole
@@ -296,22 +431,22 @@ def _is_exact(factor: float) -> bool:
 
 
 def _with_fused(
-    modules: list[str], pairs: Mapping[str, ModulePair], groups: tuple[tuple[str, ...], ...]
-) -> list[str]:
-    """The modules and all that engines fuse with them, in the order of the model."""
-    wanted = set(modules)
-    for module in modules:
+    carrying: set[str], pairs: Sequence[ModulePair], groups: tuple[tuple[str, ...], ...]
+) -> set[str]:
+    """The modules and all that engines fuse with them."""
+    wanted = set(carrying)
+    for module in carrying:
         parent, _, last = module.rpartition(".")
         for group in groups:
             if last in group:
                 wanted.update(f"{parent}.{other}" for other in group)
-    return [name for name in pairs if name in wanted]
+    return wanted & {pair.native for pair in pairs}
 
 
-def _target_modules(pairs: Mapping[str, ModulePair], written: set[str]) -> list[str]:
+def _target_modules(pairs: Sequence[ModulePair], written: set[str]) -> list[str]:
     """Last names where they mean all modules of that name, as engines expect; else full names."""
     last_names: dict[str, list[str]] = {}
-    for name in dict.fromkeys(pair.foreign for pair in pairs.values()):
+    for name in dict.fromkeys(pair.foreign for pair in pairs):
         last_names.setdefault(name.rsplit(".", 1)[-1], []).append(name)
     targets = []
     for last, modules in last_names.items():

@@ -16,10 +16,7 @@ _MERGE = "merge it with PEFT's merge_and_unload and start from the merged model"
 # Fields that, when set, mean numbers which A, B and a magnitude alone do not give.
 _REFUSED = {
     "bias": f"biases of the base were trained with the adapter; {_MERGE}",
-    "lora_bias": f"B has a bias of its own; {_MERGE}",
-    "modules_to_save": f"whole modules were trained beside the adapter; {_MERGE}",
     "trainable_token_indices": f"rows of the embedding were trained too; {_MERGE}",
-    "target_parameters": f"bare parameters, such as packed experts, are adapted; {_MERGE}",
     "fan_in_fan_out": "the base's weights are taken to be (in, out), as in Conv1D layers; "
     "set it to false if they are those of linear layers",
     "layer_replication": "layers of the base are repeated; start from a base saved that way",
@@ -39,13 +36,17 @@ _SETTINGS = (
     "rank_pattern",
     "alpha_pattern",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
+    "modules_to_save",
+    "lora_bias",
+    "ensure_weight_tying",
 )
 # Fields that change nothing in what the tensors compute: provenance, how the adapter was started,
 # how gradients were computed, where it was run.
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     "peft_type",
     "task_type",
     "auto_mapping",
@@ -63,7 +64,6 @@ _WITHOUT_EFFECT = (
     "runtime_config",
     "megatron_config",
     "megatron_core",
-    "ensure_weight_tying",
 )
 # The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract the adapter's start from the base, and
 # MiCA holds B fixed.
@@ -83,8 +83,12 @@ class PeftSettings:
         rank_pattern: ranks by regular expression.
         alpha_pattern: alphas by regular expression.
         target_modules: last names or full names, one regular expression, or ``"all-linear"``.
+        target_parameters: last names or full names of adapted parameters.
         exclude_modules: names, or one regular expression; empty for none.
         layers: numbers of the layers that carry an adapter; ``None`` for all.
+        modules_to_save: ends of the names of modules that were trained whole.
+        lora_bias: whether B has a bias; ``None`` if the config does not say.
+        ensure_weight_tying: the output projection of a tied model follows its trained embedding.
     """
 
     r: int
@@ -95,8 +99,17 @@ class PeftSettings:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: tuple[str, ...] | str
+    target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...] | str
     layers: tuple[int, ...] | None
+    modules_to_save: tuple[str, ...]
+    lora_bias: bool | None
+    ensure_weight_tying: bool
+
+    def names_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What patterns may be written for: a module's names, or those of its adapted weight."""
+        weights = [f"{name}.weight" for name in names]
+        return (*names, *(weight for weight in weights if _names(self.target_parameters, weight)))
 
     def rank_of(self, names: Sequence[str]) -> int:
         """Rank of a module that goes by these names."""
@@ -106,14 +119,19 @@ class PeftSettings:
         """Alpha of a module that goes by these names."""
         return float(_by_pattern(self.alpha_pattern, names, self.alpha))
 
+    def saves(self, name: str) -> bool:
+        """Whether PEFT trains a module whole: its full name ends with one that is given."""
+        return any(name.endswith(end) for end in self.modules_to_save)
+
     def targets(self, name: str, is_head: bool) -> bool:
         """Whether PEFT would put an adapter on a linear module.
 
         Args:
             name: full name of the module in transformers.
-            is_head: it is the output projection, which ``"all-linear"`` leaves out.
+            is_head: it is the output projection or the embedding, which ``"all-linear"`` leaves
+                out.
         """
-        if _names(self.exclude_modules, name):
+        if _names(self.exclude_modules, name) or self.saves(name):
             return False
         if self.target_modules == "all-linear":
             return not is_head
@@ -159,7 +177,7 @@ def parse_peft_config(config: Mapping[str, Any], subject: str) -> PeftSettings:
         if config.get(name) and not (name == "bias" and config[name] == "none")
     ]
     problems += _start_problems(config.get("init_lora_weights"))
-    known = {*_REFUSED, *_SETTINGS, *_WITHOUT_EFFECT}
+    known = {*_REFUSED, *_SETTINGS, *WITHOUT_EFFECT}
     problems += [
         f"{name}={value!r}: not known here, and it may change what the tensors mean; remove it "
         "from the file if it does not"
@@ -170,7 +188,7 @@ def parse_peft_config(config: Mapping[str, Any], subject: str) -> PeftSettings:
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise ConfigError(f"{subject}: cannot be the start of native training\n{lines}")
-    use_dora = config.get("use_dora")
+    use_dora, lora_bias = config.get("use_dora"), config.get("lora_bias")
     return PeftSettings(
         r=config.get("r", 8),
         alpha=float(config.get("lora_alpha", 8)),
@@ -180,8 +198,12 @@ def parse_peft_config(config: Mapping[str, Any], subject: str) -> PeftSettings:
         rank_pattern=config.get("rank_pattern") or {},
         alpha_pattern=config.get("alpha_pattern") or {},
         target_modules=_names_or_pattern(config.get("target_modules")),
+        target_parameters=tuple(config.get("target_parameters") or ()),
         exclude_modules=_names_or_pattern(config.get("exclude_modules")),
         layers=_layers(config.get("layers_to_transform")),
+        modules_to_save=tuple(config.get("modules_to_save") or ()),
+        lora_bias=None if lora_bias is None else bool(lora_bias),
+        ensure_weight_tying=bool(config.get("ensure_weight_tying")),
     )
 
 
@@ -217,6 +239,14 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
             problems += [] if value == "all-linear" else _bad_expressions(field, [value])
         elif not isinstance(value, list | tuple) or not all(isinstance(n, str) for n in value):
             problems.append(f"{field}={value!r}: must be a list of names or an expression")
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list | tuple) or not all(isinstance(name, str) for name in saved):
+        problems.append(f"modules_to_save={saved!r}: must be a list of names")
+    if config.get("lora_bias") and config.get("use_dora"):
+        problems.append("lora_bias=True: there is no DoRA with a bias of B, in PEFT neither")
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(n, str) for n in parameters):
+        problems.append(f"target_parameters={parameters!r}: must be a list of names")
     layers = config.get("layers_to_transform")
     for layer in layers if isinstance(layers, list) else [] if layers is None else [layers]:
         if not isinstance(layer, int):

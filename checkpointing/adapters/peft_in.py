@@ -1,15 +1,12 @@
 """The way in: a PEFT adapter directory as the start of native training.
 
-The inverse of :mod:`checkpointing.adapters.peft`, through the same rules. Key names as PEFT and the
-trainers built on it write them (https://github.com/huggingface/peft,
-``docs/source/developer_guides/checkpoint.md``).
+The inverse of :mod:`checkpointing.adapters.peft`, through the same rules.
 """
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,100 +14,25 @@ import torch
 from torch import Tensor
 
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, PEFT_WEIGHTS_TORCH
+from checkpointing.adapters.peft import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    PEFT_WEIGHTS_TORCH,
+    check_in_peft,
+)
 from checkpointing.adapters.peft_config_in import PeftSettings, parse_peft_config
+from checkpointing.adapters.peft_experts import UnpackedExperts, unpack
+from checkpointing.adapters.peft_names import AdapterTensor, PeftNames, Place
+from checkpointing.adapters.peft_whole_in import whole_from_peft
 from checkpointing.errors import CheckpointNotFoundError, TensorMismatchError
 from checkpointing.mapping.layout import Layout, ModulePair
-from checkpointing.mapping.rules import (
-    ADAPTER_PARAMETERS,
-    LAYER,
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    TABLE,
-    WEIGHT,
-    Parameter,
-)
+from checkpointing.mapping.rules import LAYER, Parameter
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
 from checkpointing.storage.read import open_tensor_file, read_json
 
 logger = logging.getLogger(__name__)
 
-_WRAPPERS = re.compile(r"^(?:(?:base_model|model|module|_orig_mod)\.)+")
-# The adapter's name stands between the parameter and `weight` where a trainer saved its own state.
-_ADAPTER_KEY = re.compile(
-    r"(?P<module>.+)\.(?:(?P<matrix>lora_[AB])(?:\.(?P<name>[^.]+))?\.weight"
-    r"|lora_magnitude_vector(?:\.(?!weight$)[^.]+)?(?:\.weight)?)"
-)
-_BASE_KEY = re.compile(r"(?P<module>.+?)(?:\.base_layer|\.original_module)?\.weight")
 _LISTED = 5
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A tensor of the file that belongs to a module's adapter.
-
-    Attributes:
-        key: its name in the file.
-        module_key: the part of it that names the module.
-        pair: the native module, or one of those that the foreign module is fused of.
-        parameter: which of its adapter's tensors it is.
-    """
-
-    key: str
-    module_key: str
-    pair: ModulePair
-    parameter: Parameter
-
-    @property
-    def native(self) -> str:
-        return f"{self.pair.native}.{self.parameter.native}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What a pattern may be written for: the name in the file, or that in the plain model."""
-        return self.module_key.removeprefix("base_model.model."), self.pair.foreign
-
-
-class _Names:
-    """Finds the module that a key of the file belongs to, whatever it is wrapped in."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._pairs: dict[str, list[ModulePair]] = {}
-        for pair in layout.pairs:
-            self._pairs.setdefault(_WRAPPERS.sub("", pair.foreign), []).append(pair)
-        self._tied = {
-            _WRAPPERS.sub("", foreign.removesuffix(".weight")): pair
-            for foreign, pair, _ in layout.copies()
-        }
-
-    def find(self, key: str) -> list[_Found] | str | None:
-        """An adapter's tensor for each native module that it is for.
-
-        What is wrong with it, if anything is; ``None`` if it is no tensor of an adapter.
-        """
-        match = _ADAPTER_KEY.fullmatch(key)
-        if match is None:
-            if ".lora_embedding_" in key:
-                return f"{key}: an adapter on an embedding, which is not trained natively"
-            return f"{key}: not a tensor of a LoRA or DoRA adapter" if ".lora_" in key else None
-        core = _WRAPPERS.sub("", match["module"])
-        if core in self._tied:
-            return f"{key}: the base's {core} is its embedding, which takes no adapter natively"
-        pairs = self._pairs.get(core, [])
-        if not any(pair.module.takes_adapter for pair in pairs):
-            return f"{key}: the base has no such linear module"
-        parameter = {"lora_A": LORA_A, "lora_B": LORA_B}.get(match["matrix"], MAGNITUDE)
-        return [_Found(key, match["module"], pair, parameter) for pair in pairs]
-
-    def find_base(self, key: str) -> list[tuple[ModulePair, Parameter]]:
-        """The weight of the base that a key holds a copy of, for each part of it."""
-        match = _BASE_KEY.fullmatch(key)
-        core = "" if match is None else _WRAPPERS.sub("", match["module"])
-        pairs = self._pairs.get(core, [])
-        if core in self._tied:
-            pairs = [*pairs, self._tied[core]]
-        return [(pair, p) for pair in pairs for p in pair.module.parameters if p in (WEIGHT, TABLE)]
 
 
 def peft_weights(directory: Path) -> Path:
@@ -158,8 +80,9 @@ def from_peft(
 ) -> tuple[LazyTensors, AdapterConfig]:
     """A PEFT adapter in native form; the tensors keep their dtypes.
 
-    The tensors decide which modules carry an adapter. Where PEFT saved weights of the base beside
-    them (an adapter on ``lm_head`` makes it do so), these must equal the base's, and are left out.
+    The tensors decide which modules carry an adapter, and ``modules_to_save`` which ones were
+    trained whole. Where PEFT saved other weights of the base beside them (an adapter on ``lm_head``
+    makes it do so), these must equal the base's, and are left out.
 
     Args:
         tensors: by PEFT's names, with or without the adapter's name in them, and with any number
@@ -175,31 +98,52 @@ def from_peft(
         TensorMismatchError: lists every tensor that is unknown, missing, misshaped or that stands
             twice, by its name in the file.
     """
+    check_in_peft(layout)
     settings = parse_peft_config(config, subject)
-    names = _Names(layout)
-    by_native: dict[str, _Found] = {}
-    problems: list[str] = []
+    names = PeftNames(layout)
+    packed = unpack(tensors, layout, settings.target_parameters)
+    places: dict[Place, AdapterTensor] = {}
+    problems = list(packed.problems)
+    beside: list[str] = []
     for key in tensors.metas:
+        if key in packed.keys:
+            continue
         found = names.find(key)
         if found is None:
-            problems += _copy_problems(key, tensors, names, base)
+            beside.append(key)
         elif isinstance(found, str):
             problems.append(found)
-        elif found[0].native in by_native:
-            problems.append(f"{key}: the same tensor as {by_native[found[0].native].key}")
+        elif found[0].place in places:
+            problems.append(f"{key}: the same tensor as {places[found[0].place].key}")
         else:
-            by_native.update({one.native: one for one in found})
-    order = {pair.native: number for number, pair in enumerate(layout.pairs)}
-    ordered = sorted(by_native.values(), key=lambda found: order[found.pair.native])
-    modules = {found.pair.native: found for found in ordered}
-    adapter_config = _adapter_config(settings, ordered, modules)
-    expected = {
-        f"{module}.{parameter.native}": _shapes(found.pair, parameter, adapter_config.rank(module))
-        for module, found in modules.items()
-        for parameter in _parameters(adapter_config)
-    }
-    problems += _shape_problems(by_native, modules, expected, tensors.metas)
-    if not modules and not problems:
+            places.update({one.place: one for one in found})
+    whole = whole_from_peft(tensors, beside, settings, layout, base)
+    problems += whole.problems
+    carrying = {found.pair.native for found in places.values()}
+    modules: dict[str, list[ModulePair]] = {}
+    for pair in layout.pairs:
+        if pair.native in carrying:
+            modules.setdefault(pair.native, []).append(pair)
+    adapter_config, differing = _adapter_config(settings, places.values(), modules, packed)
+    adapter_config = replace(adapter_config, modules_to_save=whole.modules_to_save)
+    problems += differing
+    metas: dict[str, TensorMeta] = {}
+    compute = {}
+    for module, pairs in modules.items():
+        for parameter in _parameters(pairs[0], adapter_config):
+            own = [places.get((parameter.native_name(module), pair.expert or 0)) for pair in pairs]
+            rank = adapter_config.rank(module)
+            problems += _shape_problems(pairs, own, parameter, rank, tensors.metas, places)
+            parts = [one for one in own if one is not None]
+            dtypes = [tensors.metas[one.key].dtype for one in parts]
+            name = parameter.native_name(module)
+            metas[name] = TensorMeta(
+                pairs[0].native_shape(parameter, rank),
+                reduce(torch.promote_types, dtypes) if dtypes else torch.float32,
+            )
+            compute[name] = partial(_read, tensors, parts, metas[name].dtype)
+    problems += [_unwanted(one) for one in places.values() if one.native not in metas]
+    if not modules and not packed.ranks and not problems:
         problems.append("no tensor of an adapter at all")
     if problems:
         raise TensorMismatchError(
@@ -209,121 +153,120 @@ def from_peft(
             f"that {PEFT_CONFIG} and the weights belong together.",
         )
     _warn_of_missing(settings, modules, layout, subject)
-    metas = {
-        name: TensorMeta(shapes[0], tensors.metas[by_native[name].key].dtype)
-        for name, shapes in expected.items()
-    }
-    return LazyTensors(
-        metas, {name: partial(_read, tensors, by_native[name]) for name in metas}
-    ), adapter_config
+    for other in (packed.tensors, whole.tensors):
+        metas |= other.metas
+        compute |= {name: partial(other.read, name) for name in other.metas}
+    return LazyTensors(metas, compute), adapter_config
 
 
-def _read(tensors: TensorSource, found: _Found) -> Tensor:
-    # Of a fused module, each part has its own rows of B, and all share A.
-    part = found.pair.part_of(tensors.read(found.key), found.parameter)
-    return found.pair.to_native(part, found.parameter)
+def _unwanted(found: AdapterTensor) -> str:
+    if _is_of(found, "magnitude"):
+        return f"{found.key}: a DoRA magnitude, but use_dora is false"
+    return f"{found.key}: a bias of B, but lora_bias is false"
+
+
+def _read(tensors: TensorSource, parts: Sequence[AdapterTensor], dtype: torch.dtype) -> Tensor:
+    native = []
+    for one in parts:
+        # Of a fused module, each part has its own rows of B, and all share A.
+        part = one.pair.part_of(tensors.read(one.key).to(dtype), one.parameter)
+        native.append(one.pair.to_native(part, one.parameter))
+    if parts[0].pair.expert is None:
+        return native[0]
+    return torch.stack(native, parts[0].parameter.axes.index("expert"))
 
 
 def _adapter_config(
-    settings: PeftSettings, found: Sequence[_Found], modules: Mapping[str, _Found]
-) -> AdapterConfig:
-    ranks = {module: settings.rank_of(one.names) for module, one in modules.items()}
-    alphas = {module: settings.alpha_of(one.names) for module, one in modules.items()}
-    use_dora = settings.use_dora
+    settings: PeftSettings,
+    found: Collection[AdapterTensor],
+    modules: Mapping[str, Sequence[ModulePair]],
+    packed: UnpackedExperts,
+) -> tuple[AdapterConfig, list[str]]:
+    """The adapter's native config, and what keeps it from being one."""
+    ranks: dict[str, set[int]] = {module: set() for module in modules}
+    alphas: dict[str, set[float]] = {module: set() for module in modules}
+    for one in found:
+        own = settings.names_of(one.names)
+        ranks[one.pair.native].add(settings.rank_of(own))
+        alphas[one.pair.native].add(settings.alpha_of(own))
+    for module, name in packed.names.items():
+        ranks[module] = {settings.rank_of([name])}
+        alphas[module] = {settings.alpha_of([name])}
+    problems = [
+        f"{module}: the experts of a layer have ranks {sorted(ranks[module])} and alphas "
+        f"{sorted(alphas[module])}, which must be the same for all"
+        for module in modules
+        if len(ranks[module]) > 1 or len(alphas[module]) > 1
+    ]
+    problems += [
+        f"{packed.names[module]}: has rank {rank}, and by the config {min(ranks[module])}"
+        for module, rank in packed.ranks.items()
+        if ranks[module] != {rank}
+    ]
+    # torchtune's config does not say these; its tensors do.
+    use_dora, lora_bias = settings.use_dora, settings.lora_bias
     if use_dora is None:
-        # torchtune's config does not say it; its tensors do.
-        use_dora = any(one.parameter is MAGNITUDE for one in found)
-    return AdapterConfig(
+        use_dora = any(_is_of(one, "magnitude") for one in found)
+    if lora_bias is None:
+        lora_bias = any(_is_of(one, "bias") for one in found)
+    config = AdapterConfig(
         r=settings.r,
         alpha=settings.alpha,
-        target_modules=tuple(dict.fromkeys(module.rsplit(".", 1)[-1] for module in modules)),
+        target_modules=tuple(dict.fromkeys(module.rsplit(".", 1)[-1] for module in ranks)),
         dropout=settings.dropout,
         use_dora=use_dora,
         use_rslora=settings.use_rslora,
-        rank_pattern={module: rank for module, rank in ranks.items() if rank != settings.r},
-        alpha_pattern={module: a for module, a in alphas.items() if a != settings.alpha},
+        rank_pattern={m: min(r) for m, r in ranks.items() if min(r) != settings.r},
+        alpha_pattern={m: min(a) for m, a in alphas.items() if min(a) != settings.alpha},
+        lora_bias=lora_bias,
     )
+    return config, problems
 
 
-def _parameters(config: AdapterConfig) -> list[Parameter]:
-    return [p for p in ADAPTER_PARAMETERS if p is not MAGNITUDE or config.use_dora]
+def _is_of(found: AdapterTensor, which: str) -> bool:
+    return found.parameter is getattr(found.pair.module.adapter, which)
 
 
-def _shapes(
-    pair: ModulePair, parameter: Parameter, rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Native and foreign shape of an adapter's tensor."""
-    sizes = {
-        "out": getattr(pair.dims, pair.module.out),
-        "in": getattr(pair.dims, pair.module.in_),
-        "rank": rank,
-    }
-    native = tuple(sizes[axis] for axis in parameter.axes)
-    sizes["out"] = pair.foreign_out
-    return native, tuple(sizes[axis] for axis in parameter.axes)
+def _parameters(pair: ModulePair, config: AdapterConfig) -> tuple[Parameter, ...]:
+    kind = pair.module.adapter
+    assert kind is not None
+    return config.parameters(kind)
 
 
 def _shape_problems(
-    by_native: Mapping[str, _Found],
-    modules: Mapping[str, _Found],
-    expected: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    pairs: Sequence[ModulePair],
+    found: Sequence[AdapterTensor | None],
+    parameter: Parameter,
+    rank: int,
     metas: Mapping[str, TensorMeta],
+    places: Mapping[Place, AdapterTensor],
 ) -> list[str]:
+    """What is wrong with one native tensor: foreign ones that are missing or misshapen."""
     problems = []
-    for found in by_native.values():
-        shape = metas[found.key].shape
-        if found.native not in expected:
-            problems.append(f"{found.key}: a DoRA magnitude, but use_dora is false")
-        elif shape != expected[found.native][1]:
-            problems.append(
-                f"{found.key}: {list(shape)}, expected {list(expected[found.native][1])}"
-            )
-    for module, found in modules.items():
-        for parameter in ADAPTER_PARAMETERS:
-            native = f"{module}.{parameter.native}"
-            if native in expected and native not in by_native:
-                problems.append(
-                    f"{found.module_key}.{parameter.foreign}: missing, "
-                    f"expected {list(expected[native][1])}"
-                )
+    for pair, one in zip(pairs, found, strict=True):
+        shape = pair.foreign_shape(parameter, rank)
+        if one is not None and metas[one.key].shape != shape:
+            problems.append(f"{one.key}: {list(metas[one.key].shape)}, expected {list(shape)}")
+        if one is None:
+            named = [f.module_key for f in places.values() if f.pair is pair]
+            name = named[0] if named else f"base_model.model.{pair.foreign}"
+            problems.append(f"{parameter.foreign_name(name)}: missing, expected {list(shape)}")
     return problems
 
 
-def _copy_problems(
-    key: str, tensors: TensorSource, names: _Names, base: TensorSource | None
-) -> list[str]:
-    """What is wrong with a tensor that is none of the adapter's: nothing if the base has it too."""
-    shape = tensors.metas[key].shape
-    found = names.find_base(key)
-    if not found:
-        return [f"{key}: unexpected, {list(shape)}"]
-    for pair, parameter in found:
-        expected = pair.foreign_shape(parameter)
-        if shape != expected:
-            return [
-                f"{key}: {list(shape)}, where the base has {list(expected)}: it was resized; start "
-                "from the base that it belongs to"
-            ]
-        if base is not None:
-            own = base.read(f"{pair.native}.{parameter.native}")
-            copy = pair.to_native(pair.part_of(tensors.read(key), parameter), parameter)
-            if not torch.equal(copy.to(own), own):
-                return [
-                    f"{key}: differs from the base's: it was trained; start from a base that "
-                    "holds it"
-                ]
-    return []
-
-
 def _warn_of_missing(
-    settings: PeftSettings, modules: Mapping[str, _Found], layout: Layout, subject: str
+    settings: PeftSettings,
+    modules: Mapping[str, Sequence[ModulePair]],
+    layout: Layout,
+    subject: str,
 ) -> None:
     """Says which modules the config targets and the file leaves out; PEFT only warns as well."""
-    linears = [pair for pair in layout.pairs if pair.module.takes_adapter]
+    linears = [pair for pair in layout.pairs if pair.module.adapter is not None]
     missing = [
         pair.foreign
         for pair in linears
         if pair.native not in modules
+        and pair.expert is None
         and settings.targets(pair.foreign, is_head=LAYER not in pair.module.name)
     ]
     if missing:

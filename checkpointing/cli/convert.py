@@ -1,31 +1,52 @@
-"""Convert a model to another format, bit for bit.
+"""Convert a model to another format, bit for bit, or an adapter to PEFT's form and back.
 
 The format of SRC is recognised. No model is built; tensors are converted one at a time. Config,
 tokenizer and licence come along; a config file that the target needs and SRC lacks is made.
 
+An adapter needs its base, which is where its manifest or adapter_config.json says, or --base.
+
 examples:
   tune convert out/full/epoch_0 out/meta --to meta
   tune convert Llama-3.2-1B/original out/hf --to hf --model-type LLAMA3_2 --dry-run
+  tune convert out/lora/epoch_0 out/peft --to peft --adapter-form exact
+  tune convert peft-adapter out/native --to tune --base Llama-3.2-1B
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpointing.cli.text import count_text, size_text, table
 
 if TYPE_CHECKING:
-    from checkpointing.convert import ModelToWrite
+    from checkpointing.mapping.tensors import TensorSource
 
 _SHOWN = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune convert`."""
-    parser.add_argument("source", metavar="SRC", type=Path, help="directory of a model")
+    parser.add_argument(
+        "source", metavar="SRC", type=Path, help="directory of a model, or an adapter"
+    )
     parser.add_argument("destination", metavar="DST", type=Path, help="directory to write")
-    parser.add_argument("--to", choices=("hf", "meta", "tune"), required=True, help="format of DST")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "meta", "tune", "peft"),
+        required=True,
+        help="format of DST: of a model hf, meta or tune; of an adapter peft or tune",
+    )
     add_common_arguments(parser)
+    parser.add_argument(
+        "--base", metavar="DIR", type=Path, help="the adapter's base, in any format"
+    )
+    parser.add_argument(
+        "--adapter-form",
+        choices=("portable", "exact"),
+        help="of a PEFT adapter: as inference engines read it (portable, if left out), or with its "
+        "own ranks and scales",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
@@ -53,30 +74,67 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Writes DST, or with --dry-run prints what it would hold."""
+    from checkpointing.convert_adapter import is_adapter
+    from checkpointing.errors import ConfigError
+
+    if args.to == "peft" or (args.to == "tune" and is_adapter(args.source)):
+        return _convert_adapter(args)
+    if args.base is not None or args.adapter_form is not None:
+        raise ConfigError(
+            "--base and --adapter-form are for adapters, which are converted --to peft, or from "
+            "PEFT's form --to tune; to fold an adapter into its base use `tune merge`"
+        )
+    return _convert_model(args)
+
+
+def _convert_model(args: argparse.Namespace) -> int:
     from checkpointing.convert import check_destination, plan_conversion, write_model
 
     check_destination(args.destination, (args.source,), args.overwrite)
     plan = plan_conversion(args.source, args.to, args.model_type, args.max_shard_size)
-    before = plan.facts["converted_from"]["format"]
-    print(f"{args.source} ({before}) -> {args.destination} ({args.to})")
-    tensors = count_text(len(plan.tensors.metas), "tensor")
-    files = count_text(len(plan.weight_files), "file")
-    print(f"{tensors}, {size_text(plan.nbytes)}, in {files}")
-    for note in plan.notes:
-        print(f"note: {note}")
-    if args.dry_run:
-        _print_plan(plan)
-        return 0
-    write_model(plan, args.destination, args.overwrite)
-    print(f"wrote {args.destination}")
+    config = [] if plan.config_text is None else [plan.config_text[0]]
+    others = [*config, *(path.name for path in plan.side_files)]
+    _print_plan(args, plan.facts, plan.tensors, plan.notes, (plan.weight_files, others))
+    if not args.dry_run:
+        write_model(plan, args.destination, args.overwrite)
+        print(f"wrote {args.destination}")
     return 0
 
 
-def _print_plan(plan: "ModelToWrite") -> None:
-    config = [] if plan.config_text is None else [plan.config_text[0]]
-    files = [*plan.weight_files, *config, *(path.name for path in plan.side_files)]
-    print("files: " + ", ".join(files))
-    rows = [(name, str(meta)) for name, meta in plan.tensors.metas.items()]
+def _convert_adapter(args: argparse.Namespace) -> int:
+    from checkpointing.convert import check_destination
+    from checkpointing.convert_adapter import plan_adapter_conversion, write_adapter
+
+    check_destination(args.destination, (args.source,), args.overwrite)
+    form = args.adapter_form or "portable"
+    plan = plan_adapter_conversion(args.source, args.to, args.base, form, args.model_type)
+    files = plan.files, plan.other_files
+    _print_plan(args, plan.facts, plan.tensors, plan.notes, files)
+    if not args.dry_run:
+        write_adapter(plan, args.destination, args.overwrite)
+        print(f"wrote {args.destination}")
+    return 0
+
+
+def _print_plan(
+    args: argparse.Namespace,
+    facts: Mapping[str, Any],
+    tensors: "TensorSource",
+    notes: Sequence[str],
+    files: tuple[Sequence[str], Sequence[str]],
+) -> None:
+    """Prints what is written: the files with tensors, and the others."""
+    weight_files, others = files
+    nbytes = sum(meta.nbytes for meta in tensors.metas.values())
+    print(f"{args.source} ({facts['converted_from']['format']}) -> {args.destination} ({args.to})")
+    count = count_text(len(tensors.metas), "tensor")
+    print(f"{count}, {size_text(nbytes)}, in {count_text(len(weight_files), 'file')}")
+    for note in notes:
+        print(f"note: {note}")
+    if not args.dry_run:
+        return
+    print("files: " + ", ".join([*weight_files, *others]))
+    rows = [(name, str(meta)) for name, meta in tensors.metas.items()]
     if len(rows) > 2 * _SHOWN:
         rows = [*rows[:_SHOWN], ("...", ""), *rows[-_SHOWN:]]
     print(table(rows, left=2))

@@ -21,6 +21,7 @@ from checkpointing.training.metric_logging import (
     TensorBoardLogger,
     WandBLogger,
 )
+from checkpointing.training.quantize import base_rounding, quantize_base
 from checkpointing.training.report import next_steps
 from checkpointing.training.rng import set_seed
 from checkpointing.training.rows import DatasetError
@@ -55,6 +56,7 @@ __all__ = [
     "adapter_config_from_recipe",
     "adapter_state_dict",
     "add_adapter",
+    "base_rounding",
     "base_state_dict",
     "build_decoder",
     "check_same_adapter",
@@ -66,6 +68,7 @@ __all__ = [
     "instantiate",
     "load_adapter",
     "next_steps",
+    "quantize_base",
     "require",
     "set_seed",
     "training_options",

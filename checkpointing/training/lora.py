@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) on the linear layers of the native decoder."""
+"""LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) on the modules of the native decoder."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.lora import adapter_modules
+from checkpointing.adapters.lora import (
+    EMBEDDING,
+    TIED_EMBEDDING,
+    adapter_modules,
+    trained_tensors,
+)
 from checkpointing.errors import ConfigError, TensorMismatchError
+from checkpointing.families import FAMILIES
+from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.nearest import hint
-from checkpointing.training.decoder import TransformerDecoder
+from checkpointing.training.decoder import RMSNorm, TransformerDecoder
+from checkpointing.training.lora_embedding import DoRAEmbedding, LoRAEmbedding
+from checkpointing.training.moe import ExpertsAdapter, GroupedExperts, LoRAGroupedExperts
+from checkpointing.training.whole_modules import tensors_of_base, train_whole, trained_copies
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "output_proj")
-MLP_MODULES = ("w1", "w2", "w3")
+EXPERTS_MODULES = ("gate_proj", "up_proj", "down_proj")
 
 
 class LoRALinear(nn.Module):
@@ -31,9 +41,12 @@ class LoRALinear(nn.Module):
         rank: rows of ``A [rank, in]`` and columns of ``B [out, rank]``.
         scale: factor of the update.
         dropout: probability of dropping an input element of ``A`` in training.
+        lora_bias: a bias ``[out]`` is trained with ``B``, and scaled like it.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+    def __init__(
+        self, base: nn.Linear, rank: int, scale: float, dropout: float, lora_bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = base.weight.requires_grad_(False)
         self.bias = None if base.bias is None else base.bias.requires_grad_(False)
@@ -41,17 +54,27 @@ class LoRALinear(nn.Module):
         self.dropout = nn.Dropout(dropout)
         own: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
         self.lora_a = nn.Linear(base.in_features, rank, bias=False, **own)
-        self.lora_b = nn.Linear(rank, base.out_features, bias=False, **own)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=lora_bias, **own)
         nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_b.weight)
+        if lora_bias:
+            nn.init.zeros_(self.lora_b.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
         return F.linear(x, self.weight, self.bias) + self._update(self.dropout(x))
 
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's own parameters, by their names in this module."""
+        yield "lora_a.weight", self.lora_a.weight
+        yield "lora_b.weight", self.lora_b.weight
+        if self.lora_b.bias is not None:
+            yield "lora_b.bias", self.lora_b.bias
+
     def _update(self, x: Tensor) -> Tensor:
         down = F.linear(x, self.lora_a.weight.type_as(x))
-        return self.scale * F.linear(down, self.lora_b.weight.type_as(x))
+        bias = None if self.lora_b.bias is None else self.lora_b.bias.type_as(x)
+        return self.scale * F.linear(down, self.lora_b.weight.type_as(x), bias)
 
 
 class DoRALinear(LoRALinear):
@@ -70,7 +93,8 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank, scale, dropout)
-        self.magnitude = nn.Parameter(base.weight.detach().float().norm(dim=1))
+        # `to` with a dtype also dequantises an NF4 weight; `float` on one of fp32 does not.
+        self.magnitude = nn.Parameter(base.weight.detach().to(torch.float32).norm(dim=1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
@@ -82,10 +106,15 @@ class DoRALinear(LoRALinear):
         result = ratio * (F.linear(x, self.weight) + self._update(x))
         return result if self.bias is None else result + self.bias
 
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's own parameters, by their names in this module."""
+        yield from super().adapter_parameters()
+        yield "magnitude", self.magnitude
+
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
         update = self.lora_b.weight @ self.lora_a.weight
-        return torch.add(self.weight.float(), update, alpha=self.scale).norm(dim=1)
+        return torch.add(self.weight.to(torch.float32), update, alpha=self.scale).norm(dim=1)
 
 
 def add_adapter(
@@ -95,65 +124,133 @@ def add_adapter(
 
     Args:
         model: with its weights loaded.
-        config: target modules, rank, scale, dropout, and whether it is DoRA.
+        config: target modules, rank, scale, dropout, the kind of adapter, and which modules are
+            trained whole.
         like: tensors of an adapter that is to be loaded, which may have been trained on some of
             the layers only; just its modules get one. By default every target module does.
 
     Raises:
-        ConfigError: if a target or a name in a pattern is not a linear layer of the model.
+        ConfigError: if a target, a module to save or a name in a pattern is none of the model's,
+            or cannot be trained so.
     """
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    _check_targets(model, config, linears)
-    modules = linears.keys() if like is None else set(adapter_modules(like))
+    plain = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    grouped = {n: m for n, m in model.named_modules() if isinstance(m, GroupedExperts)}
+    experts = {f"{name}.{last}" for name in grouped for last in EXPERTS_MODULES}
+    _check_targets(model, config, plain.keys() | experts)
+    whole = _whole_modules(model, config)
+    carrying = {
+        name for name in plain.keys() | experts if name.rpartition(".")[2] in config.target_modules
+    }
+    if both := sorted(carrying & whole.keys()):
+        raise ConfigError(
+            f"{', '.join(both)}: to get an adapter and to be trained whole; it can be only one, so "
+            "take it out of model.modules_to_save, or give its kind no adapter"
+        )
+    if like is not None:
+        carrying &= set(adapter_modules(like))
+        whole = {name: module for name, module in whole.items() if name in trained_tensors(like)}
     model.requires_grad_(False)
-    layer = DoRALinear if config.use_dora else LoRALinear
-    for name, linear in linears.items():
-        parent, _, last = name.rpartition(".")
-        if last in config.target_modules and name in modules:
-            adapted = layer(linear, config.rank(name), config.scale(name), config.dropout)
-            setattr(model.get_submodule(parent), last, adapted)
+    for name, base in plain.items():
+        if name in carrying:
+            model.set_submodule(name, _adapted(base, name, config))
+    for name, experts_of_layer in grouped.items():
+        adapters = {
+            last: ExpertsAdapter(config.rank(f"{name}.{last}"), config.scale(f"{name}.{last}"))
+            for last in EXPERTS_MODULES
+            if f"{name}.{last}" in carrying
+        }
+        if adapters:
+            adapted = LoRAGroupedExperts(experts_of_layer, adapters, config.dropout)
+            model.set_submodule(name, adapted)
+    for module in whole.values():
+        train_whole(module)
 
 
-def _check_targets(
-    model: TransformerDecoder, config: AdapterConfig, linears: Mapping[str, nn.Linear]
-) -> None:
+def _adapted(base: nn.Linear | nn.Embedding, name: str, config: AdapterConfig) -> nn.Module:
+    rank, scale = config.rank(name), config.scale(name)
+    if isinstance(base, nn.Embedding):
+        return (DoRAEmbedding if config.use_dora else LoRAEmbedding)(base, rank, scale)
+    if config.use_dora:
+        return DoRALinear(base, rank, scale, config.dropout)
+    return LoRALinear(base, rank, scale, config.dropout, config.lora_bias)
+
+
+def _whole_modules(model: TransformerDecoder, config: AdapterConfig) -> dict[str, nn.Module]:
+    """The modules that are trained whole, by full name."""
+    possible = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | RMSNorm)
+    }
+    if model.output is None and "output" in config.modules_to_save:
+        raise ConfigError(
+            "`output` in model.modules_to_save: this model's output projection is its token "
+            f"embedding; name {EMBEDDING}, and both are trained as one"
+        )
+    known = {*possible, *(name.rpartition(".")[2] for name in possible)}
+    for name in config.modules_to_save:
+        _check_name(name, known, "name in model.modules_to_save:")
+    return {name: module for name, module in possible.items() if config.saves(name)}
+
+
+def _check_targets(model: TransformerDecoder, config: AdapterConfig, possible: Set[str]) -> None:
     if "output" in config.target_modules and model.output is None:
         raise ConfigError(
             "an adapter on `output` is not possible: this model's output projection is tied to "
             "its token embedding; set model.apply_lora_to_output=False"
         )
-    known = {name.rpartition(".")[2] for name in linears}
+    if EMBEDDING in config.target_modules and model.output is None:
+        raise ConfigError(
+            f"an adapter on `{EMBEDDING}` is not possible: {TIED_EMBEDDING}; set "
+            "model.apply_lora_to_embeddings=False"
+        )
+    known = {name.rpartition(".")[2] for name in possible}
     for target in config.target_modules:
         _check_name(target, known, "lora target")
-    adapted = {name for name in linears if name.rpartition(".")[2] in config.target_modules}
+    if config.use_dora and set(config.target_modules) & set(EXPERTS_MODULES):
+        raise ConfigError(
+            "there is no DoRA for experts, neither here nor in PEFT: set model.use_dora=False, or "
+            "model.apply_lora_to_mlp=False"
+        )
+    if config.lora_bias and (
+        unbiased := set(config.target_modules) & {EMBEDDING, *EXPERTS_MODULES}
+    ):
+        raise ConfigError(
+            f"there is no lora_bias for embeddings and experts ({', '.join(sorted(unbiased))}), "
+            "neither here nor in PEFT: set model.lora_bias=False, or give them no adapter"
+        )
+    adapted = {name for name in possible if name.rpartition(".")[2] in config.target_modules}
     for name in (*config.rank_pattern, *config.alpha_pattern):
         _check_name(name, adapted, "module in rank_pattern or alpha_pattern")
 
 
 def _check_name(name: str, known: set[str], what: str) -> None:
     if name not in known:
-        names = f" (of {', '.join(sorted(known))})" if len(known) <= 8 else ""
+        names = f" (of {', '.join(sorted(known))})" if len(known) <= 10 else ""
         raise ConfigError(f"unknown {what} {name!r}; {hint(name, known)}{names}")
 
 
 def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            yield f"{name}.lora_a.weight", module.lora_a.weight
-            yield f"{name}.lora_b.weight", module.lora_b.weight
-            if isinstance(module, DoRALinear):
-                yield f"{name}.magnitude", module.magnitude
+        if isinstance(module, LoRALinear | LoRAEmbedding | LoRAGroupedExperts):
+            for own, parameter in module.adapter_parameters():
+                yield f"{name}.{own}", parameter
+    yield from trained_copies(model)
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's tensors by native name; they share memory with the model."""
+    """The adapter's tensors by native name; they share memory with the model.
+
+    Those of modules that are trained whole are among them, by the names that the base's have.
+    """
     return {name: parameter.detach() for name, parameter in _adapter_parameters(model)}
 
 
 def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights without the adapter, by native name; they share memory with the model."""
-    adapter = dict(_adapter_parameters(model))
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in adapter}
+    whole = dict(trained_copies(model))
+    adapter = dict(_adapter_parameters(model)).keys() - whole.keys()
+    return {name: tensor for name, tensor in tensors_of_base(model).items() if name not in adapter}
 
 
 def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -173,20 +270,26 @@ def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise TensorMismatchError(
             "the saved adapter does not fit the adapter of this run",
             problems,
-            "Use the same model.lora_* and use_dora settings as the run that saved it.",
+            "Use the same settings in section `model` as the run that saved it.",
         )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
 
 
-def adapter_config_from_recipe(model: Mapping[str, Any]) -> AdapterConfig:
+def adapter_config_from_recipe(
+    model: Mapping[str, Any], model_config: ModelConfig
+) -> AdapterConfig:
     """The adapter that the ``model`` section of a recipe's config asks for.
 
     Args:
         model: ``lora_attn_modules`` (required), ``apply_lora_to_mlp`` (False),
-            ``apply_lora_to_output`` (False), ``lora_rank`` (8), ``lora_alpha`` (16),
-            ``lora_dropout`` (0), ``use_dora`` (False), ``use_rslora`` (False).
+            ``apply_lora_to_output`` (False), ``apply_lora_to_embeddings`` (False),
+            ``modules_to_save`` (none), ``lora_rank`` (8), ``lora_alpha`` (16), ``lora_dropout``
+            (0), ``lora_bias`` (False), ``use_dora`` (False), ``use_rslora`` (False).
+            ``quantize_base`` is no matter of the adapter:
+            :func:`checkpointing.training.quantize.base_rounding`.
+        model_config: of the model, which tells what its feed-forward layers are made of.
 
     Raises:
         ConfigError: if a key is missing or unknown, or a value is not possible.
@@ -195,11 +298,15 @@ def adapter_config_from_recipe(model: Mapping[str, Any]) -> AdapterConfig:
         "lora_attn_modules": None,
         "apply_lora_to_mlp": False,
         "apply_lora_to_output": False,
+        "apply_lora_to_embeddings": False,
+        "modules_to_save": (),
         "lora_rank": 8,
         "lora_alpha": 16,
         "lora_dropout": 0.0,
+        "lora_bias": False,
         "use_dora": False,
         "use_rslora": False,
+        "quantize_base": False,
     }
     for key in model:
         _check_name(str(key), set(defaults), "key in section `model` of the config:")
@@ -213,8 +320,9 @@ def adapter_config_from_recipe(model: Mapping[str, Any]) -> AdapterConfig:
     for name in attention:
         _check_name(name, set(ATTENTION_MODULES), "name in model.lora_attn_modules:")
     targets = attention
-    targets += MLP_MODULES if given["apply_lora_to_mlp"] else ()
+    targets += _mlp_modules(model_config) if given["apply_lora_to_mlp"] else ()
     targets += ("output",) if given["apply_lora_to_output"] else ()
+    targets += (EMBEDDING,) if given["apply_lora_to_embeddings"] else ()
     if not targets:
         raise ConfigError("section `model` of the config: no module gets an adapter")
     if given["lora_rank"] < 1:
@@ -228,7 +336,22 @@ def adapter_config_from_recipe(model: Mapping[str, Any]) -> AdapterConfig:
         dropout=float(given["lora_dropout"] or 0),
         use_dora=bool(given["use_dora"]),
         use_rslora=bool(given["use_rslora"]),
+        modules_to_save=tuple(given["modules_to_save"] or ()),
+        lora_bias=bool(given["lora_bias"]),
     )
+
+
+def _mlp_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Last names of what an adapter on the feed-forward layers is on: dense ones and experts."""
+    names = [
+        module.name.rpartition(".")[2]
+        for module in FAMILIES[config.family].modules
+        if ".mlp." in module.name
+        and ".router." not in module.name
+        and module.adapter
+        and getattr(config.dims, module.layers)
+    ]
+    return tuple(dict.fromkeys(names))
 
 
 def check_same_adapter(saved: Mapping[str, Any], config: AdapterConfig) -> AdapterConfig:
@@ -264,5 +387,5 @@ def check_same_adapter(saved: Mapping[str, Any], config: AdapterConfig) -> Adapt
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equal; of target modules the order means nothing."""
+    """Equal; of lists of modules the order means nothing."""
     return sorted(left) == sorted(right) if isinstance(left, list) else bool(left == right)

@@ -70,6 +70,8 @@ def peft_model(model, **settings):
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif "lora_" in name:
                 parameter.copy_(0.1 * torch.randn_like(parameter))
+            elif ".modules_to_save." in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
 
 
@@ -316,12 +318,11 @@ def test_all_that_is_wrong_with_the_tensors_is_said_at_once_by_their_names_in_th
             f"{layer}self_attn.q_proj.lora_A.weight",
             f"{layer}self_attn.q_proj.lora_magnitude_vector: a DoRA magnitude, but use_dora is "
             "false",
-            f"{layer}self_attn.q_proj.lora_B.bias: not a tensor of a LoRA or DoRA adapter",
+            f"{layer}self_attn.q_proj.lora_B.bias: a bias of B, but lora_bias is false",
             f"{layer}self_attn.qkv_proj.lora_A.weight: the base has no such linear module",
             "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight: the base has no such "
             "linear module",
-            "base_model.model.model.embed_tokens.lora_embedding_A: an adapter on an embedding, "
-            "which is not trained natively",
+            "base_model.model.model.embed_tokens.lora_embedding_B: missing, expected [42, 4]",
             "base_model.model.score.weight: unexpected, [3, 42]",
             "something: unexpected, [1]",
         ]
@@ -341,11 +342,10 @@ def test_an_adapter_on_a_tied_head_and_an_empty_file_are_refused():
     ("field", "value"),
     [
         ("bias", "lora_only"),
-        ("lora_bias", True),
         ("fan_in_fan_out", True),
-        ("modules_to_save", ["lm_head"]),
+        ("modules_to_save", "lm_head"),
         ("trainable_token_indices", [3, 5]),
-        ("target_parameters", ["experts.gate_up_proj"]),
+        ("target_parameters", "experts.gate_up_proj"),
         ("layer_replication", [[0, 2], [1, 3]]),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
@@ -375,6 +375,12 @@ def test_an_adapter_on_a_tied_head_and_an_empty_file_are_refused():
 def test_what_a_native_adapter_cannot_be_is_refused_by_name(field, value):
     settings = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], field: value}
     with pytest.raises(ConfigError, match=rf"an adapter: cannot be .*\n  - {field}"):
+        read({}, settings)
+
+
+def test_dora_with_a_bias_of_b_is_refused_as_in_peft():
+    settings = {"peft_type": "LORA", "r": 4, "use_dora": True, "lora_bias": True}
+    with pytest.raises(ConfigError, match="lora_bias=True: there is no DoRA with a bias of B"):
         read({}, settings)
 
 

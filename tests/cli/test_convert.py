@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from checkpointing.cli.main import main
 from checkpointing.formats.detect import find_model
 from checkpointing.formats.made_configs import params_for
-from checkpointing.mapping.model_config import Llama3RopeScaling, ModelConfig
+from checkpointing.mapping.model_config import ModelConfig
+from checkpointing.mapping.rope_scaling import Llama3RopeScaling, YarnRopeScaling
 from checkpointing.storage.manifest import read_manifest
 from tests.tiny import assert_same_tensors, random_native, write_hf
 from tests.training.peers import config, hf_model, native_weights, tokens
@@ -160,6 +161,7 @@ def test_params_json_gives_metas_code_the_right_feed_forward_width(hidden, ffn):
         (config(mlp_bias=True), "mlp_bias"),
         (config(family="mistral", sliding_window=9), "sliding_window (9)"),
         (config(rope_scaling=replace(SCALED, high_freq_factor=3.0)), "high_freq_factor"),
+        (config(rope_scaling=YarnRopeScaling(4.0, 128)), "rope scaling yarn"),
     ],
 )
 def test_a_model_that_metas_format_cannot_hold_is_refused_by_the_features_name(

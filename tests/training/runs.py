@@ -41,14 +41,19 @@ def write_base(directory: Path) -> Path:
     """A tiny model as a Hugging Face directory, with tokenizer and data."""
     peers.hf_model(MODEL).save_pretrained(directory)
     write_tokenizer(directory)
+    write_rows(directory / "rows.jsonl")
+    return directory
+
+
+def write_rows(file: Path) -> None:
+    """Writes 13 conversations."""
     words = ["red", "blue", "thanks", "welcome", "brief"]
     rows = (
         {"instruction": f"{word} {number}", "output": f"{word[::-1]} {number * 7}"}
         for number, word in enumerate(words * 3)
         if number < 13
     )
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return directory
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def recipe_config(kind: str, base: Path, out: Path, *overrides: str) -> Any:

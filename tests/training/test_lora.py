@@ -206,6 +206,146 @@ def test_an_adapter_on_a_tied_output_is_refused():
         add_adapter(model, AdapterConfig(4, 8.0, ("w1", "output")))
 
 
+def untied_model(dtype=torch.float32, **sizes):
+    cfg = peers.config(**sizes)
+    weights = peers.native_weights(peers.hf_model(cfg), cfg)
+    return build_decoder(cfg, weights, dtype, copy=False), weights
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_gradients_of_an_adapted_embedding_are_those_of_peft(use_dora):
+    cfg = peers.config()
+    peer = peft.get_peft_model(
+        peers.hf_model(cfg),
+        peft.LoraConfig(r=5, lora_alpha=12, target_modules=["embed_tokens"], use_dora=use_dora),
+    )
+    theirs = peer.base_model.model.model.embed_tokens
+    model, _ = untied_model()
+    add_adapter(model, AdapterConfig(5, 12.0, ("tok_embeddings",), use_dora=use_dora))
+    ours = model.tok_embeddings
+    pairs = [
+        (ours.lora_embedding_a.weight, theirs.lora_embedding_A["default"]),
+        (ours.lora_embedding_b.weight, theirs.lora_embedding_B["default"]),
+    ]
+    if use_dora:
+        pairs.append(
+            (ours.lora_embedding_magnitude, theirs.lora_magnitude_vector["default"].weight)
+        )
+        assert torch.allclose(pairs[2][0], pairs[2][1])
+    torch.manual_seed(13)
+    with torch.no_grad():
+        for own, other in pairs:
+            other.add_(0.1 * torch.randn_like(other))
+            own.copy_(other)
+    peer.double()(peers.tokens()).logits.square().mean().backward()
+    model.double()(peers.tokens()).square().mean().backward()
+    for own, other in pairs:
+        assert other.grad.abs().max() > 0
+        assert torch.allclose(own.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_a_fresh_adapter_on_the_embedding_changes_nothing(use_dora):
+    model, _ = untied_model(torch.float64)
+    with torch.no_grad():
+        before = model(peers.tokens())
+        add_adapter(model, AdapterConfig(5, 12.0, ("tok_embeddings",), use_dora=use_dora))
+        assert not model.tok_embeddings.lora_embedding_a.weight.any()
+        assert model.tok_embeddings.lora_embedding_b.weight.all()
+        assert (model(peers.tokens()) - before).abs().max() < 1e-5
+
+
+WHOLE = ("norm", "layers.1.sa_norm", "k_proj", "tok_embeddings", "output")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_are_trained_whole_in_fp32_and_the_base_keeps_its_memory(dtype):
+    model, weights = untied_model(dtype, attention_bias=True)
+    base = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(peers.tokens())
+    add_adapter(model, AdapterConfig(4, 8.0, ("w1",), modules_to_save=WHOLE))
+    with torch.no_grad():
+        assert torch.equal(model(peers.tokens()), before)
+    expected = {"norm.scale", "layers.1.sa_norm.scale", "tok_embeddings.weight", "output.weight"}
+    expected |= {f"layers.{n}.attn.k_proj.{p}" for n in range(3) for p in ("weight", "bias")}
+    trained = {name for name in adapter_state_dict(model) if ".lora_" not in name}
+    assert trained == expected
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    assert len(parameters) == len(expected) + 3 * 2
+    assert {parameter.dtype for parameter in parameters} == {torch.float32}
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    model(peers.tokens()).float().square().mean().backward()
+    optimizer.step()
+    after = adapter_state_dict(model)
+    assert all(not torch.equal(after[name], base[name].float()) for name in expected)
+    kept = base_state_dict(model)
+    assert kept.keys() == base.keys()
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, base[name]), name
+        assert tensor.data_ptr() == addresses[name], name
+    assert not torch.equal(model(peers.tokens()), before)
+    assert model(peers.tokens()).dtype == dtype
+
+
+def test_the_head_of_a_tied_model_follows_its_trained_embedding():
+    model, weights = untied_model(tied=True)
+    add_adapter(model, AdapterConfig(4, 8.0, ("w1",), modules_to_save=("tok_embeddings",)))
+    with torch.no_grad():
+        before = model(peers.tokens())
+        dict(model.named_parameters())["tok_embeddings.parametrizations.weight.original"].mul_(2)
+        weights["tok_embeddings.weight"] = 2 * weights["tok_embeddings.weight"]
+        cfg = peers.config(tied=True)
+        expected = build_decoder(cfg, weights, torch.float32)(peers.tokens())
+        assert torch.equal(model(peers.tokens()), expected)
+        assert not torch.allclose(expected, before)
+
+
+def test_a_bias_of_b_is_scaled_like_b():
+    model, weights = untied_model()
+    add_adapter(model, AdapterConfig(4, 10.0, ("w1",), lora_bias=True))
+    layer = model.layers[1].mlp.w1
+    assert not layer.lora_b.bias.any()
+    with torch.no_grad():
+        layer.lora_b.bias.copy_(torch.arange(56.0))
+        x = torch.randn(5, 42)
+        expected = x @ weights["layers.1.mlp.w1.weight"].T + 2.5 * torch.arange(56.0)
+        assert torch.allclose(layer(x), expected, atol=1e-4)
+    assert "layers.1.mlp.w1.lora_b.bias" in adapter_state_dict(model)
+    assert base_state_dict(model).keys() == weights.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"modules_to_save": ("nrm",)}, r"name in model\.modules_to_save: 'nrm'"),
+        ({"modules_to_save": ("w1",)}, r"layers\.0\.mlp\.w1, .*adapter and to be trained whole"),
+        ({"target_modules": ("w1", "tok_embeddings"), "lora_bias": True}, "no lora_bias for embed"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(config, message):
+    model, _ = untied_model()
+    settings = {"r": 4, "alpha": 8.0, "target_modules": ("w1",), **config}
+    with pytest.raises(ConfigError, match=message):
+        add_adapter(model, AdapterConfig(**settings))
+    assert all(parameter.requires_grad for parameter in model.parameters()), "nothing was changed"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"modules_to_save": ("output",)}, "name tok_embeddings, and both are trained as one"),
+        ({"target_modules": ("tok_embeddings",)}, "apply_lora_to_embeddings=False"),
+    ],
+)
+def test_one_side_of_tied_embeddings_is_not_trained_alone(config, message):
+    model, _ = untied_model(tied=True)
+    settings = {"r": 4, "alpha": 8.0, "target_modules": ("w1",), **config}
+    with pytest.raises(ConfigError, match=message):
+        add_adapter(model, AdapterConfig(**settings))
+
+
 def test_an_adapter_of_other_settings_does_not_load():
     cfg = peers.config()
     model = build_decoder(cfg, peers.native_weights(peers.hf_model(cfg), cfg), torch.float32)
@@ -228,17 +368,27 @@ def test_the_recipe_config_gives_the_adapter():
         "lora_attn_modules": ["q_proj", "v_proj"],
         "apply_lora_to_mlp": True,
         "apply_lora_to_output": True,
+        "apply_lora_to_embeddings": True,
+        "modules_to_save": ["norm", "sa_norm"],
         "lora_rank": 9,
         "lora_alpha": 27,
         "lora_dropout": 0.1,
         "use_dora": True,
         "use_rslora": True,
     }
-    assert adapter_config_from_recipe(section) == AdapterConfig(
-        9, 27.0, ("q_proj", "v_proj", "w1", "w2", "w3", "output"), 0.1, True, True
+    assert adapter_config_from_recipe(section, peers.config()) == AdapterConfig(
+        9,
+        27.0,
+        ("q_proj", "v_proj", "w1", "w2", "w3", "output", "tok_embeddings"),
+        0.1,
+        use_dora=True,
+        use_rslora=True,
+        modules_to_save=("norm", "sa_norm"),
     )
-    plain = adapter_config_from_recipe({"lora_attn_modules": ["k_proj"]})
+    plain = adapter_config_from_recipe({"lora_attn_modules": ["k_proj"]}, peers.config())
     assert plain == AdapterConfig(8, 16.0, ("k_proj",))
+    biased = {"lora_attn_modules": ["k_proj"], "lora_bias": True}
+    assert adapter_config_from_recipe(biased, peers.config()).lora_bias
 
 
 @pytest.mark.parametrize(
@@ -250,11 +400,12 @@ def test_the_recipe_config_gives_the_adapter():
         ({"lora_attn_modules": ["q_proj"], "lora_rnk": 4}, "did you mean 'lora_rank'"),
         ({"lora_attn_modules": ["q_proj"], "lora_rank": 0}, "lora_rank=0"),
         ({"lora_attn_modules": ["q_proj"], "lora_dropout": 1.0}, r"lora_dropout=1\.0"),
+        ({"lora_attn_modules": ["q_proj"], "lora_bias": True, "use_dora": True}, "no DoRA with a"),
     ],
 )
 def test_a_wrong_recipe_section_is_a_clear_error(section, message):
     with pytest.raises(ConfigError, match=message):
-        adapter_config_from_recipe(section)
+        adapter_config_from_recipe(section, peers.config())
 
 
 def test_a_resumed_run_must_mean_the_same_by_its_adapter():

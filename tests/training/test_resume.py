@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from checkpointing.errors import CheckpointingError, ConfigError
+from checkpointing.errors import CheckpointingError, ConfigError, TensorMismatchError
 from tests.training import peers, runs
 from tests.training.runs import checkpoints, metrics, run, run_until, same, weights
 
@@ -179,6 +179,55 @@ def test_the_adapter_of_another_run_can_be_trained_on_afresh(base, tmp_path):
     second = torch.load(tmp_path / "second/epoch_0/adapter_model.pt", weights_only=True)
     assert same(first, second)
     assert sorted(metrics(tmp_path / "second")) == [1, 2, 3, 4]
+
+
+def test_a_run_with_whole_modules_and_an_adapted_embedding_resumes_bit_for_bit(base, tmp_path):
+    settings = (
+        SAVING,
+        "epochs=1",
+        "dtype=bf16",
+        "model.apply_lora_to_embeddings=True",
+        "model.modules_to_save=[norm,sa_norm,output]",
+    )
+    run("lora", base, tmp_path / "whole", *settings)
+    run_until(4, "lora", base, tmp_path / "resumed", *settings)
+    assert checkpoints(tmp_path / "resumed") == {"step_3"}
+    run("lora", base, tmp_path / "resumed", *settings, "resume_from_checkpoint=True")
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    whole = weights(tmp_path / "whole" / "epoch_0")
+    assert same(weights(tmp_path / "resumed" / "epoch_0"), whole)
+    adapter = torch.load(tmp_path / "whole/epoch_0/adapter_model.pt", weights_only=True)
+    own = peers.native_weights(peers.hf_model(runs.MODEL), runs.MODEL)
+    for name in ("norm.scale", "layers.2.sa_norm.scale", "output.weight"):
+        assert adapter[name].dtype == torch.float32
+        assert 0 < (adapter[name] - own[name]).abs().max() < 0.1
+    # The merged model holds what was trained, in the dtype of the run.
+    merged = whole["merged/model-00001-of-00001.safetensors: model.norm.weight"]
+    assert torch.equal(merged, adapter["norm.scale"].bfloat16())
+
+
+def test_other_whole_modules_than_before_are_refused(base, tmp_path):
+    run("lora", base, tmp_path, "epochs=1", "max_steps_per_epoch=1", "model.modules_to_save=[norm]")
+    with pytest.raises(ConfigError, match=r"modules_to_save was \['norm'\] and is \[\]"):
+        run("lora", base, tmp_path, "resume_from_checkpoint=True")
+
+
+def test_a_bias_of_b_that_no_merged_model_could_hold_is_refused_before_the_first_step(
+    base, tmp_path
+):
+    settings = (
+        "epochs=1",
+        "max_steps_per_epoch=1",
+        "lr_scheduler.num_warmup_steps=0",
+        "model.lora_bias=True",
+    )
+    with pytest.raises(TensorMismatchError, match="save_adapter_weights_only=True"):
+        run("lora", base, tmp_path / "merged", *settings)
+    assert checkpoints(tmp_path / "merged") == set()
+    assert not (tmp_path / "merged" / "logs" / "metrics.jsonl").read_text()
+    run("lora", base, tmp_path / "apart", *settings, "save_adapter_weights_only=True")
+    adapter = torch.load(tmp_path / "apart/epoch_0/adapter_model.pt", weights_only=True)
+    assert adapter["layers.1.attn.q_proj.lora_b.bias"].any()
 
 
 def meta_directory(directory):

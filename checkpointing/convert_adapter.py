@@ -1,0 +1,215 @@
+"""Changing the form of an adapter: from native to PEFT's and back, with no model built.
+
+:func:`plan_adapter_conversion` finds all that is wrong from headers and configs;
+:func:`write_adapter` writes what it gave.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.adapter_checkpoint import (
+    ADAPTER_NAME,
+    AdapterCheckpoint,
+    has_adapter,
+    open_adapter,
+    repo_id_of,
+    write_peft,
+)
+from checkpointing.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, PeftAdapter, to_peft
+from checkpointing.convert import check_destination
+from checkpointing.errors import CheckpointNotFoundError, ConfigError
+from checkpointing.formats.base import OpenModel, native_layout
+from checkpointing.formats.detect import find_model
+from checkpointing.formats.hf_config import CONFIG_NAME
+from checkpointing.formats.meta import PARAMS_NAME
+from checkpointing.mapping.tensors import TensorSource
+from checkpointing.nf4 import QUANTIZED_BASE_KEY
+from checkpointing.progress import bytes_progress
+from checkpointing.save_plan import ADAPTER_CONFIG_KEY
+from checkpointing.storage.commit import check_room, recover, staged_directory
+from checkpointing.storage.fingerprint import fingerprint
+from checkpointing.storage.manifest import write_manifest
+from checkpointing.storage.side_files import side_files
+from checkpointing.storage.write import write_torch_file
+
+# In a directory with one of these, transformers and `tune` would look for a model.
+_OF_MODELS = {CONFIG_NAME, PARAMS_NAME, "generation_config.json"}
+
+
+@dataclass(frozen=True)
+class AdapterToWrite:
+    """All that will be written, checked, before a byte of it is.
+
+    Attributes:
+        source: the adapter that it is made from.
+        base: directory of its base.
+        native: the native tensors, or ``None`` to write PEFT's.
+        peft: the adapter as PEFT stores it, or ``None`` to write the native tensors.
+        side_files: files to copy as they are.
+        facts: for the manifest.
+        notes: what the user should know, one line each.
+    """
+
+    source: AdapterCheckpoint
+    base: Path
+    native: TensorSource | None
+    peft: PeftAdapter | None
+    side_files: tuple[Path, ...]
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> TensorSource:
+        """The tensors that are written."""
+        tensors = self.native if self.peft is None else self.peft.tensors
+        assert tensors is not None
+        return tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors."""
+        return sum(meta.nbytes for meta in self.tensors.metas.values())
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with tensors."""
+        return [ADAPTER_NAME if self.peft is None else PEFT_WEIGHTS]
+
+    @property
+    def other_files(self) -> list[str]:
+        """Names of all others."""
+        config = [] if self.peft is None else [PEFT_CONFIG]
+        return [*config, *(path.name for path in self.side_files)]
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a path leads to an adapter and to no model beside it."""
+    if path.is_file():
+        return True
+    if not path.is_dir() or not has_adapter(path):
+        return False
+    try:
+        find_model(path)
+    except CheckpointNotFoundError:
+        return True
+    return False
+
+
+def plan_adapter_conversion(
+    source: Path,
+    to: str,
+    base: Path | None = None,
+    form: str = "portable",
+    model_type: str | None = None,
+) -> AdapterToWrite:
+    """Plans the same adapter in another form.
+
+    Args:
+        source: a native adapter file, a checkpoint that holds one, or a PEFT adapter directory.
+        to: ``"peft"``, or ``"tune"`` for native.
+        base: directory of the adapter's base in any format; by default where the adapter says that
+            it is.
+        form: of a PEFT adapter, ``"portable"`` or ``"exact"``.
+        model_type: needed where no config file names the base's family.
+
+    Raises:
+        CheckpointNotFoundError: if there is no adapter or no base.
+        ConfigError: if the form is unknown, the base is another one than the adapter's, or nothing
+            tells the base or the adapter's rank and alpha.
+        TensorMismatchError: lists every tensor of the adapter that does not fit the base.
+    """
+    place = base or _base_of(open_adapter(source))
+    model = find_model(place).open(model_type)
+    adapter = open_adapter(source, model)
+    adapter.check_base(model.native, place)
+    peft = None
+    if to == "peft":
+        layout = native_layout(model.native, model, "hf")
+        name = _name_of(place, adapter)
+        peft = to_peft(adapter.tensors, adapter.config, layout, name, form, model.native)
+    directory = adapter.path if adapter.is_peft else adapter.path.parent
+    return AdapterToWrite(
+        source=adapter,
+        base=place,
+        native=adapter.tensors if peft is None else None,
+        peft=peft,
+        side_files=tuple(p for p in side_files(directory) if p.name not in _OF_MODELS),
+        facts=_facts(adapter, model, place, to),
+        notes=() if peft is None else (*peft.notes, *_notes(adapter)),
+    )
+
+
+def _base_of(adapter: AdapterCheckpoint) -> Path:
+    place = adapter.base_directory
+    if place is None or not place.is_dir():
+        told = "it does not say which" if place is None else f"it says {place}, which is not here"
+        raise ConfigError(
+            f"{adapter.path}: its base is needed, and {told}; give its directory with --base"
+        )
+    return place
+
+
+def _name_of(base: Path, adapter: AdapterCheckpoint) -> str:
+    """What PEFT's config calls the base: its repository where one is known."""
+    told = adapter.base_directory if adapter.is_peft else None
+    if told is not None and not told.is_absolute() and not told.is_dir():
+        return str(told)
+    return repo_id_of(base) or str(base.resolve())
+
+
+def _facts(adapter: AdapterCheckpoint, model: OpenModel, base: Path, to: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "format": to,
+        "family": None if model.config is None else model.config.family,
+        "converted_from": {
+            "directory": str(adapter.path.resolve()),
+            "format": "peft" if adapter.is_peft else "tune",
+        },
+        "base": {"directory": str(base.resolve()), "fingerprint": fingerprint(model.native)},
+    }
+    if adapter.base_rounding is not None:
+        facts["base"][QUANTIZED_BASE_KEY] = adapter.base_rounding.to_state()
+    if to == "tune":
+        facts[ADAPTER_CONFIG_KEY] = adapter.config.to_state()
+    return facts
+
+
+def _notes(adapter: AdapterCheckpoint) -> list[str]:
+    if adapter.base_rounding is None:
+        return []
+    return [
+        "the adapter was trained on the base rounded to NF4, which PEFT's form does not say: load "
+        "the base so rounded, or use the merged model (`tune merge`)"
+    ]
+
+
+def write_adapter(plan: AdapterToWrite, destination: Path, overwrite: bool = False) -> None:
+    """Writes a planned adapter; the directory appears whole, or not at all.
+
+    Args:
+        plan: from :func:`plan_adapter_conversion`.
+        destination: the directory to write.
+        overwrite: replace an existing one.
+
+    Raises:
+        ConfigError: if the destination exists, or lies in what is read or around it.
+        OutOfSpaceError: if the disk has no room; nothing is written then.
+    """
+    check_destination(destination, (plan.source.path, plan.base), overwrite)
+    recover(destination.parent)
+    check_room(destination, plan.nbytes)
+    with (
+        bytes_progress(f"writing {destination.name}", plan.nbytes) as progress,
+        staged_directory(destination) as staging,
+    ):
+        for side_file in plan.side_files:
+            shutil.copyfile(side_file, staging / side_file.name)
+        if plan.peft is not None:
+            write_peft(staging, plan.peft, progress)
+        else:
+            names = list(plan.tensors.metas)
+            write_torch_file(staging / ADAPTER_NAME, plan.tensors, names, progress)
+        write_manifest(staging, plan.facts)

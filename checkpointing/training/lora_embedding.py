@@ -1,0 +1,80 @@
+"""LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) on a token embedding."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LoRAEmbedding(nn.Module):
+    """A frozen embedding with a trained low-rank update: ``W[t] + scale * (B A)[:, t]``, token t.
+
+    Seen as a linear map of one-hot tokens, an embedding takes the same A and B as a linear layer.
+    They are fp32 whatever the dtype of ``W``. As in PEFT, ``A`` starts at zero, ``B`` is random and
+    nothing is dropped.
+
+    Args:
+        base: its weight ``[vocab, hidden]`` is taken over and frozen.
+        rank: rows of ``A [rank, vocab]`` and columns of ``B [hidden, rank]``.
+        scale: factor of the update.
+    """
+
+    def __init__(self, base: nn.Embedding, rank: int, scale: float) -> None:
+        super().__init__()
+        self.weight = base.weight.requires_grad_(False)
+        self.scale = scale
+        own: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
+        self.lora_embedding_a = nn.Linear(base.num_embeddings, rank, bias=False, **own)
+        self.lora_embedding_b = nn.Linear(rank, base.embedding_dim, bias=False, **own)
+        nn.init.zeros_(self.lora_embedding_a.weight)
+        nn.init.normal_(self.lora_embedding_b.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps ids ``[...]`` to vectors ``[..., hidden]`` of the weight's dtype."""
+        return (F.embedding(tokens, self.weight) + self._update(tokens)).type_as(self.weight)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's own parameters, by their names in this module."""
+        yield "lora_embedding_a.weight", self.lora_embedding_a.weight
+        yield "lora_embedding_b.weight", self.lora_embedding_b.weight
+
+    def _update(self, tokens: Tensor) -> Tensor:
+        rows = F.embedding(tokens, self.lora_embedding_a.weight.T)
+        return self.scale * F.linear(rows, self.lora_embedding_b.weight)
+
+
+class DoRAEmbedding(LoRAEmbedding):
+    """A frozen embedding whose direction and norms are trained apart.
+
+    ``m / ||W + scale * (B A)^T|| * (W[t] + scale * (B A)[:, t])``: the norm is over the vocabulary,
+    one for each element of a vector, which is the output of the linear map. It is a constant to the
+    gradient (section 4.3 of the paper).
+
+    Args:
+        base: as for :class:`LoRAEmbedding`; its norms are the first magnitudes ``m [hidden]``.
+        rank: as for :class:`LoRAEmbedding`.
+        scale: as for :class:`LoRAEmbedding`.
+    """
+
+    def __init__(self, base: nn.Embedding, rank: int, scale: float) -> None:
+        super().__init__(base, rank, scale)
+        norms = base.weight.detach().to(torch.float32).norm(dim=0)
+        self.lora_embedding_magnitude = nn.Parameter(norms)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps ids ``[...]`` to vectors ``[..., hidden]`` of the weight's dtype."""
+        ratio = self.lora_embedding_magnitude / self._norms()
+        found = F.embedding(tokens, self.weight) + self._update(tokens)
+        return (ratio * found).type_as(self.weight)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's own parameters, by their names in this module."""
+        yield from super().adapter_parameters()
+        yield "lora_embedding_magnitude", self.lora_embedding_magnitude
+
+    @torch.no_grad()
+    def _norms(self) -> Tensor:
+        a, b = self.lora_embedding_a.weight, self.lora_embedding_b.weight
+        return torch.add(self.weight.to(a.dtype), (b @ a).T, alpha=self.scale).norm(dim=0)

@@ -1,0 +1,58 @@
+"""Modules that are trained whole beside an adapter, as PEFT's ``modules_to_save`` are."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+class _InDtypeOfBase(nn.Module):
+    """Gives the model a trained copy in the dtype that it computes in, and keeps the base's tensor.
+
+    Args:
+        base: the tensor that the copy stands for, which is not changed.
+    """
+
+    base: Tensor
+
+    def __init__(self, base: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("base", base)
+
+    def forward(self, trained: Tensor) -> Tensor:
+        return trained.to(self.base.dtype)
+
+
+def train_whole(module: nn.Module) -> None:
+    """Trains the module's own parameters: copies of them in fp32, as the adapter is.
+
+    The module computes with the copies. The tensors that they start from may share memory with a
+    checkpoint; they are kept as they are.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        base = parameter.detach()
+        # `to` with a dtype also dequantises an NF4 weight.
+        copy = base.to(torch.float32).clone()
+        setattr(module, name, nn.Parameter(copy))
+        # Unsafe means that the dtype may change, as it does on purpose.
+        parametrize.register_parametrization(module, name, _InDtypeOfBase(base), unsafe=True)
+
+
+def trained_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The trained copies, by the names that the base's tensors have."""
+    for name, parametrization in _parametrizations(model):
+        yield name, parametrization.original
+
+
+def tensors_of_base(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a model but the trained copies, and the base's where there is a copy."""
+    own = {n: t for n, t in model.state_dict().items() if ".parametrizations." not in n}
+    return own | {name: each[0].base for name, each in _parametrizations(model)}
+
+
+def _parametrizations(model: nn.Module) -> Iterator[tuple[str, parametrize.ParametrizationList]]:
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            for own, each in module.parametrizations.items():
+                yield f"{name}.{own}", each
