@@ -14,14 +14,15 @@ from torch import Tensor
 
 from checkpointing.adapter_checkpoint import ADAPTER_NAME, find_adapter, open_adapter
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.lora import check_adapter, config_of_tensors, linear_shapes
+from checkpointing.adapters.lora import check_adapter, config_of_tensors
 from checkpointing.adapters.peft import PeftAdapter
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats import Format, OpenModel, WriteOptions
 from checkpointing.formats.base import CheckpointFiles
 from checkpointing.formats.tune import missing_config
 from checkpointing.mapping.model_config import ModelConfig
-from checkpointing.mapping.tensors import TensorSource, as_source
+from checkpointing.mapping.tensors import TensorSource, as_source, shapes_of
+from checkpointing.nf4 import QUANTIZED_BASE_KEY
 from checkpointing.progress import bytes_progress
 from checkpointing.resume import (
     RECIPE_STATE_NAME,
@@ -255,11 +256,9 @@ class FullModelCheckpointer:
             TensorMismatchError: lists all tensors that do not belong to the model or adapter.
             OutOfSpaceError: if the disk has no room.
         """
-        if self._output_dir is None:
-            raise ConfigError("output_dir: not given, so there is nowhere to save to")
-        final = self._output_dir / directory_name(dir_prefix, epoch, step)
-        plan = self._plan_save(state_dict, adapter_only)
-        check_room(self._output_dir, plan.nbytes)
+        name = directory_name(dir_prefix, epoch, step)
+        plan, output_dir = self._plan_save(state_dict, adapter_only)
+        final = output_dir / name
         max_bytes = self._max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
         with (
             bytes_progress(f"saving {final.name}", plan.nbytes) as progress,
@@ -269,10 +268,29 @@ class FullModelCheckpointer:
             write_manifest(staging, self._manifest(plan, epoch, step, state_dict))
         logger.info("saved %s", final)
         if self._keep_last_n is not None:
-            remove_old_checkpoints(self._output_dir, self._keep_last_n, self._run_id, final)
+            remove_old_checkpoints(output_dir, self._keep_last_n, self._run_id, final)
         return final
 
-    def _plan_save(self, state_dict: Mapping[str, Any], adapter_only: bool) -> SavePlan:
+    def check_save(self, state_dict: Mapping[str, Any], adapter_only: bool = False) -> None:
+        """Finds what would keep a state from being saved, such as before a run; writes nothing.
+
+        Args:
+            state_dict: as for :meth:`save_checkpoint`.
+            adapter_only: as for :meth:`save_checkpoint`.
+
+        Raises:
+            ConfigError: as :meth:`save_checkpoint`.
+            TensorMismatchError: as :meth:`save_checkpoint`.
+            OutOfSpaceError: as :meth:`save_checkpoint`.
+        """
+        self._plan_save(state_dict, adapter_only)
+
+    def _plan_save(
+        self, state_dict: Mapping[str, Any], adapter_only: bool
+    ) -> tuple[SavePlan, Path]:
+        """What will be written, and into which output directory."""
+        if self._output_dir is None:
+            raise ConfigError("output_dir: not given, so there is nowhere to save to")
         for key, needed in ((ADAPTER_KEY, adapter_only), (MODEL_KEY, not adapter_only)):
             if needed and key not in state_dict:
                 raise ConfigError(
@@ -289,7 +307,7 @@ class FullModelCheckpointer:
             check_adapter(
                 adapter.metas,
                 adapter_config or config_of_tensors(adapter.metas),
-                linear_shapes(self._base.native.metas),
+                shapes_of(self._base.native),
                 "saving an adapter",
             )
         recipe_state = {
@@ -299,7 +317,9 @@ class FullModelCheckpointer:
         }
         check_recipe_state(recipe_state)
         peft = self._plan_peft(adapter, adapter_config)
-        return SavePlan(model, adapter, adapter_config, peft, recipe_state)
+        plan = SavePlan(model, adapter, adapter_config, peft, recipe_state)
+        check_room(self._output_dir, plan.nbytes)
+        return plan, self._output_dir
 
     def _plan_peft(
         self, adapter: TensorSource | None, config: AdapterConfig | None
@@ -343,6 +363,8 @@ class FullModelCheckpointer:
                 "directory": str(self._checkpoint_dir.resolve()),
                 "fingerprint": self._base_fingerprint,
             }
+            if state_dict.get(QUANTIZED_BASE_KEY) is not None:
+                facts["base"][QUANTIZED_BASE_KEY] = state_dict[QUANTIZED_BASE_KEY]
         if plan.adapter_config is not None:
             facts[ADAPTER_CONFIG_KEY] = plan.adapter_config.to_state()
         return facts

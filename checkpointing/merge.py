@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkpointing.adapter_checkpoint import AdapterCheckpoint, open_adapter
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.lora import MergedStateDict, adapter_modules
+from checkpointing.adapters.lora import MergedStateDict, adapter_modules, trained_tensors
 from checkpointing.convert import ModelToWrite, plan_model
 from checkpointing.formats.detect import find_model
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
@@ -82,6 +82,20 @@ class _Widened:
         return self._source.read(name).to(self.metas[name].dtype)
 
 
+class _LastKept:
+    """A source that need not compute a tensor anew which is read several times in a row."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.metas = source.metas
+        self._last: tuple[str, Tensor] | None = None
+
+    def read(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._source.read(name))
+        return self._last[1]
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else torch.float64
 
@@ -108,11 +122,14 @@ class MeasuredMerge(LazyTensors):
         self._exact = MergedStateDict(_Widened(base), adapter, config)
         self.modules = adapter_modules(adapter.metas)
         compute = {name: partial(self._merged.read, name) for name in self._merged.metas}
-        compute |= {f"{module}.weight": partial(self._measure, module) for module in self.modules}
+        compute |= {
+            kind.weight.native_name(module): partial(self._measure, module)
+            for module, kind in self.modules.items()
+        }
         super().__init__(self._merged.metas, compute)
 
     def _measure(self, module: str) -> Tensor:
-        name = f"{module}.weight"
+        name = self.modules[module].weight.native_name(module)
         stored = self._merged.read(name)
         weight = self._base.read(name).to(_wide(stored.dtype))
         update = self._exact.read(name) - weight
@@ -163,8 +180,12 @@ def plan_merge(
     to: str | None = None,
     model_type: str | None = None,
     max_shard_size: str | int = "5GB",
+    original_base: bool = False,
 ) -> Merge:
     """Plans a base with an adapter folded in: in fp32, rounded once to the base's dtype.
+
+    The base of a QLoRA run is rounded to NF4 as in the run before, and all weights have the run's
+    dtype, so that the model is the one that was trained.
 
     Args:
         base: directory of a model in any format.
@@ -172,6 +193,7 @@ def plan_merge(
         to: format to write, by default the base's.
         model_type: needed where no config file names the family.
         max_shard_size: largest file.
+        original_base: never round the base to NF4.
 
     Raises:
         CheckpointNotFoundError: if there is no base or no adapter.
@@ -182,8 +204,19 @@ def plan_merge(
     model = found.open(model_type)
     opened = open_adapter(adapter, model)
     opened.check_base(model.native, base)
-    merged = MeasuredMerge(model.native, opened.tensors, opened.config)
+    rounding = None if original_base else opened.base_rounding
+    weights = model.native if rounding is None else _LastKept(rounding.rounded(model.native))
+    merged = MeasuredMerge(weights, opened.tensors, opened.config)
     merged_model = replace(model, native=merged)
     plan = plan_model(found, merged_model, to or found.format.name, max_shard_size)
     facts = {**plan.facts, "merged_adapter": str(adapter.resolve())}
-    return Merge(replace(plan, facts=facts), merged, opened)
+    notes = plan.notes
+    if rounding is not None:
+        notes += (
+            f"the adapter was trained on the base rounded to NF4 in {rounding.to_state()['dtype']};"
+            " it is merged into the base so rounded (--original-base: as it is)",
+        )
+    if whole := trained_tensors(opened.tensors.metas):
+        last_names = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in whole))
+        notes += (f"modules that were trained whole take the place of the base's: {last_names}",)
+    return Merge(replace(plan, facts=facts, notes=notes), merged, opened)

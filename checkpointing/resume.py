@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
-from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from checkpointing.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    UnsafePathError,
+)
 from checkpointing.storage.commit import remove_directory
-from checkpointing.storage.manifest import read_manifest
+from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
 from checkpointing.storage.read import load_torch_file
+from checkpointing.storage.tensor_classes import loads_without_code
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +40,7 @@ class SavedCheckpoint:
         return (
             -1 if step is None else step,
             -1 if epoch is None else epoch,
-            self.manifest.get("saved_at_ns", 0),
+            self.manifest.get("saved_at_ns") or 0,
         )
 
 
@@ -49,13 +55,28 @@ def saved_checkpoints(output_dir: Path) -> list[SavedCheckpoint]:
     for directory in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
         if directory.is_dir() and not directory.name.startswith("."):
             try:
-                manifest = read_manifest(directory)
-            except CorruptCheckpointError as error:
+                checkpoint = _of_a_run(directory)
+            except (CorruptCheckpointError, UnsafePathError) as error:
                 logger.warning("not used: %s", error)
                 continue
-            if manifest is not None and _RUN_ID in manifest:
-                found.append(SavedCheckpoint(directory, manifest))
+            if checkpoint is not None:
+                found.append(checkpoint)
     return sorted(found, key=lambda checkpoint: checkpoint.age)
+
+
+def _of_a_run(directory: Path) -> SavedCheckpoint | None:
+    """The checkpoint in a directory, if a run saved it."""
+    manifest = read_manifest(directory)
+    if manifest is None or _RUN_ID not in manifest:
+        return None
+    numbers = [manifest.get(key) for key in ("step", "epoch", "saved_at_ns")]
+    are_numbers = all(number is None or type(number) is int for number in numbers)
+    if not are_numbers or not isinstance(manifest[_RUN_ID], str):
+        raise CorruptCheckpointError(
+            f"{directory / MANIFEST_NAME}: says that the checkpoint is of step, epoch and time "
+            f"{numbers} and run {manifest[_RUN_ID]!r}; the file is damaged: resume from another one"
+        )
+    return SavedCheckpoint(directory, manifest)
 
 
 def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCheckpoint:
@@ -67,13 +88,13 @@ def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCh
     """
     if not isinstance(wanted, bool):
         directory = Path(wanted)
-        manifest = read_manifest(directory)
-        if manifest is None or _RUN_ID not in manifest:
+        checkpoint = _of_a_run(directory)
+        if checkpoint is None:
             raise CheckpointNotFoundError(
                 f"{directory}: is no checkpoint of a run, it has no manifest.json of one; give the "
                 "directory of a checkpoint, such as epoch_0"
             )
-        return SavedCheckpoint(directory, manifest)
+        return checkpoint
     checkpoints = saved_checkpoints(output_dir)
     if not checkpoints:
         raise CheckpointNotFoundError(
@@ -104,6 +125,7 @@ def load_recipe_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointNotFoundError: if the file is not there.
         CorruptCheckpointError: if it is damaged or holds no dictionary.
+        ConfigError: if it needs torchao, which is missing or too old or new for it.
     """
     state = load_torch_file(path, mmap=False)
     if not isinstance(state, dict):
@@ -115,8 +137,8 @@ def check_recipe_state(state: Mapping[str, Any]) -> None:
     """Checks that a recipe state can be read again without running code, before it is written.
 
     Raises:
-        ConfigError: names the first value that is no tensor, number, string, or list or dictionary
-            of these.
+        ConfigError: names the first value that is no tensor (of torch, or the state of a torchao
+            optimizer), number, string, or list or dictionary of these.
     """
     _check_plain(state, "recipe state")
 
@@ -133,8 +155,12 @@ def _check_plain(value: object, where: str) -> None:
     elif type(value) in (list, tuple, set):
         for number, item in enumerate(value):  # type: ignore[arg-type]
             _check_plain(item, f"{where}[{number}]")
-    elif type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
+    elif type(value) not in _PLAIN and not _is_readable_tensor(value):
         raise ConfigError(
             f"{where}: a {type(value).__name__} cannot be saved so that it loads without running "
             "code; turn it into tensors, numbers, strings, lists and dictionaries first"
         )
+
+
+def _is_readable_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and loads_without_code(value)

@@ -11,6 +11,7 @@ from checkpointing.adapters.lora import config_of_tensors
 from checkpointing.adapters.peft import PeftAdapter
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.tensors import TensorSource
+from checkpointing.storage.tensor_classes import stored_bytes
 
 MODEL_KEY = "model"
 ADAPTER_KEY = "adapter"
@@ -72,7 +73,7 @@ def adapter_config_of(state_dict: Mapping[str, Any], adapter: TensorSource) -> A
 
 def _tensor_bytes(value: object) -> int:
     if isinstance(value, Tensor):
-        return value.nbytes
+        return stored_bytes(value)
     if isinstance(value, Mapping):
         return sum(_tensor_bytes(item) for item in value.values())
     if isinstance(value, list | tuple):

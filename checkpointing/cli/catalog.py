@@ -1,7 +1,8 @@
 """The recipes and configs that come with the package, found as files.
 
 A config belongs to a recipe by its name: `smollm2/135M_lora_single_device` to
-`lora_finetune_single_device`, without the `_finetune`.
+`lora_finetune_single_device`, without the `_finetune`. QLoRA, which is a setting of LoRA, has the
+recipe of LoRA.
 """
 
 import ast
@@ -55,7 +56,7 @@ def configs() -> list[Entry]:
 
 def recipe_of(config_name: str) -> Entry | None:
     """The shipped recipe that a config is for, by the names; ``None`` if no name fits."""
-    stem = config_name.rpartition("/")[2]
+    stem = config_name.rpartition("/")[2].replace("qlora_", "lora_")
     for recipe in recipes():
         kind = recipe.name.replace("_finetune", "")
         if stem == kind or stem.endswith(f"_{kind}"):

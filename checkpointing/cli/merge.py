@@ -2,7 +2,8 @@
 
 BASE is a model in any format, ADAPTER a checkpoint of an adapter run or a PEFT adapter. OUT is a
 whole model in the format of BASE or of --to. Each weight is computed in fp32 and rounded once to
-BASE's dtype. With W the base weight, U the adapter's update of it and M the merged weight as
+BASE's dtype. After QLoRA, BASE is first rounded to NF4 in the dtype of the run, as it was in
+training. With W the base weight, U the adapter's update of it and M the merged weight as
 stored, the report says which share of the elements of W that U changes did change, how large M - W
 is beside U, and how large the rounding error M - W - U is beside U.
 
@@ -29,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", choices=("hf", "meta", "tune"), help="format of OUT; that of BASE if left out"
     )
+    parser.add_argument(
+        "--original-base",
+        action="store_true",
+        help="merge into BASE as it is, though the adapter was trained on BASE in NF4 (QLoRA)",
+    )
     add_common_arguments(parser)
 
 
@@ -38,7 +44,14 @@ def execute(args: argparse.Namespace) -> int:
     from checkpointing.merge import plan_merge
 
     check_destination(args.out, (args.base, args.adapter), args.overwrite)
-    merge = plan_merge(args.base, args.adapter, args.to, args.model_type, args.max_shard_size)
+    merge = plan_merge(
+        args.base,
+        args.adapter,
+        args.to,
+        args.model_type,
+        args.max_shard_size,
+        args.original_base,
+    )
     for note in merge.plan.notes:
         print(f"note: {note}")
     write_model(merge.plan, args.out, args.overwrite)

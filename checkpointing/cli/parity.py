@@ -3,7 +3,8 @@
 A LoRA or DoRA checkpoint: the native model with its adapter against transformers with the adapter
 loaded by PEFT, and against the merged model where there is one. Another checkpoint: the native
 model against transformers. All is computed in fp32; a difference above 1e-4 is a failure, except
-for a merged model, whose weights are rounded when they are merged.
+for a merged model, whose weights are rounded when they are merged. After QLoRA both have the base
+that was trained on, rounded to NF4.
 
 example:
   tune parity out/smollm2_135M_lora/epoch_0
@@ -20,6 +21,8 @@ from checkpointing.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from checkpointing.nf4 import NF4Rounding
 
 LIMIT = 1e-4
 _PROMPTS = (
@@ -89,6 +92,7 @@ def compare(checkpoint: Path, base: Path | None = None) -> list[Comparison]:
         UsageError: if the base is not to be found.
         CheckpointingError: if a checkpoint cannot be read.
     """
+    from checkpointing.adapter_checkpoint import open_adapter
     from checkpointing.cli.quiet import quiet
 
     if not (checkpoint / "adapter_config.json").is_file():
@@ -100,10 +104,12 @@ def compare(checkpoint: Path, base: Path | None = None) -> list[Comparison]:
 
     base = base or _named_base(checkpoint)
     prompts = _tokens(base, checkpoint)
-    native = _native_logits(base, checkpoint, prompts)
+    rounding = open_adapter(checkpoint).base_rounding
+    native = _native_logits(base, checkpoint, prompts, rounding)
     with quiet(progress=False):
-        other, _ = _transformers_logits(base, checkpoint, prompts)
-        comparisons = [Comparison("transformers + PEFT", _difference(native, other))]
+        other, _ = _transformers_logits(base, checkpoint, prompts, rounding)
+        name = "transformers + PEFT" + ("" if rounding is None else ", base in NF4")
+        comparisons = [Comparison(name, _difference(native, other))]
         merged = checkpoint / "merged"
         if (merged / "config.json").is_file():
             other, dtype = _transformers_logits(merged, None, prompts)
@@ -113,19 +119,26 @@ def compare(checkpoint: Path, base: Path | None = None) -> list[Comparison]:
 
 
 def _native_logits(
-    base: Path, adapter_from: Path | None, prompts: list["Tensor"]
+    base: Path,
+    adapter_from: Path | None,
+    prompts: list["Tensor"],
+    rounding: "NF4Rounding | None" = None,
 ) -> list["Tensor"]:
     import torch
 
     from checkpointing import FullModelHFCheckpointer
     from checkpointing.adapters.config import AdapterConfig
+    from checkpointing.mapping.tensors import as_source
     from checkpointing.training.decoder import build_decoder
     from checkpointing.training.lora import add_adapter, load_adapter
 
     adapter_file = None if adapter_from is None else adapter_from / "adapter_model.pt"
     checkpointer = FullModelHFCheckpointer(base, adapter_checkpoint=adapter_file)
     state = checkpointer.load_checkpoint()
-    model = build_decoder(checkpointer.model_config, state.pop("model"), torch.float32, "cpu")
+    weights = state.pop("model")
+    if rounding is not None:
+        weights = rounding.rounded(as_source(weights))
+    model = build_decoder(checkpointer.model_config, weights, torch.float32, "cpu")
     if adapter_from is not None:
         if "adapter_config" not in state:
             raise UsageError(
@@ -140,7 +153,10 @@ def _native_logits(
 
 
 def _transformers_logits(
-    model_dir: Path, adapter_dir: Path | None, prompts: list["Tensor"]
+    model_dir: Path,
+    adapter_dir: Path | None,
+    prompts: list["Tensor"],
+    rounding: "NF4Rounding | None" = None,
 ) -> tuple[list["Tensor"], str]:
     """The logits in fp32, and the dtype in which the model's weights are stored."""
     import torch
@@ -149,6 +165,8 @@ def _transformers_logits(
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     model = model.float()
+    if rounding is not None:
+        model.load_state_dict(_rounded_weights(model_dir, rounding), strict=False)
     if adapter_dir is not None:
         from peft import PeftModel
 
@@ -156,6 +174,16 @@ def _transformers_logits(
     model.eval()
     with torch.inference_mode():
         return [model(input_ids=tokens).logits for tokens in prompts], dtype
+
+
+def _rounded_weights(model_dir: Path, rounding: "NF4Rounding") -> dict[str, "Tensor"]:
+    """A model's weights in NF4 and back, in the names of transformers."""
+    from checkpointing.formats.detect import find_model
+
+    found = find_model(model_dir)
+    model = found.open()
+    tensors = found.format.plan(rounding.rounded(model.native), model)
+    return {name: tensors.read(name) for name in tensors.metas}
 
 
 def _tokens(*directories: Path) -> list["Tensor"]:

@@ -4,18 +4,23 @@ Nothing that a file holds is run: safetensors, or ``torch.load`` with ``weights_
 """
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpointing.errors import (
+    CheckpointingError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from checkpointing.mapping.tensors import StateDictSource, TensorMeta, TensorSource
+from checkpointing.storage.paths import refuse_link_outside
+from checkpointing.storage.tensor_classes import safe_classes
+from checkpointing.storage.torch_file import check_torch_file
 
 # The names in the safetensors format, by dtype: https://github.com/huggingface/safetensors
 SAFETENSORS_DTYPES = {
@@ -32,6 +37,10 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# The index of a model of 10**12 parameters has about 15 MB.
+_MAX_JSON = 64 << 20
+# Those of the largest number of 64 bits, and a sign.
+_MAX_DIGITS = 20
 _DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
@@ -47,46 +56,59 @@ class SafetensorsSource:
         try:
             self._file = safe_open(path, framework="pt")
             self.metas = {name: self._meta(name) for name in self._file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError, OverflowError) as error:
             raise _corrupt(path, error) from error
 
     def _meta(self, name: str) -> TensorMeta:
         header = self._file.get_slice(name)
         dtype = _DTYPE_BY_NAME.get(header.get_dtype())
         if dtype is None:
-            raise CorruptCheckpointError(
-                f"{self._path}: {name} has dtype {header.get_dtype()}, which is not supported; "
-                f"convert it to one of {sorted(_DTYPE_BY_NAME)}"
-            )
+            raise _unsupported(self._path, name, header.get_dtype())
         return TensorMeta(tuple(header.get_shape()), dtype)
 
     def read(self, name: str) -> Tensor:
         return self._file.get_tensor(name)
 
 
+def _unsupported(path: Path, name: str, dtype: object) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: {name} has dtype {dtype}, which is not supported; "
+        f"convert it to one of {sorted(_DTYPE_BY_NAME)}"
+    )
+
+
 def load_torch_file(path: Path, *, mmap: bool = True) -> Any:
     """What a file of ``torch.save`` holds, on the CPU; no code in it is run.
 
+    Plain data is read: tensors, numbers, strings, and lists and dictionaries of these, and the
+    states of torchao's optimizers.
+
     Raises:
+        ConfigError: if it holds such states and torchao is missing, or has them no more.
         CheckpointNotFoundError: if the file is not there.
-        CorruptCheckpointError: if it is damaged, truncated, or would need to run code.
+        CorruptCheckpointError: if it is damaged, truncated, would need to run code, or claims more
+            data than it holds.
+        UnsafePathError: if it is a link to a file elsewhere.
     """
+    refuse_link_outside(path)
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except RuntimeError as error:
-            # Files from before torch 1.6 are not zip archives, and cannot be mapped.
-            if not mmap or "mmap" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)
+        checked = check_torch_file(path)
+        # torchao is imported for a file that asks for it, and for no other.
+        with torch.serialization.safe_globals(safe_classes(checked.globals, path)):
+            # Files from before torch 1.6 cannot be mapped.
+            mapped = mmap and checked.is_zip
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except CheckpointingError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path}: no such file") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, BadZipFile, ValueError) as error:
+    except Exception as error:
+        # A made-up pickle can make its reader raise anything.
         raise _corrupt(path, error) from error
 
 
 def _corrupt(path: Path, error: Exception) -> CorruptCheckpointError:
-    reason = str(error).strip().split("\n")[0]
+    reason = (str(error).strip() or type(error).__name__).split("\n")[0]
     return CorruptCheckpointError(
         f"{path} ({path.stat().st_size} bytes): cannot be read ({reason}); "
         "the file is damaged, truncated or no tensor file: get it anew"
@@ -99,9 +121,11 @@ def open_tensor_file(path: Path) -> TensorSource:
     Raises:
         CheckpointNotFoundError: if the file is not there.
         CorruptCheckpointError: if it cannot be read, or holds other things than tensors.
+        UnsafePathError: if it is a link to a file elsewhere.
     """
     if not path.is_file():
         raise CheckpointNotFoundError(f"{path}: no such file")
+    refuse_link_outside(path)
     if path.suffix == ".safetensors":
         return SafetensorsSource(path)
     content = load_torch_file(path)
@@ -109,12 +133,19 @@ def open_tensor_file(path: Path) -> TensorSource:
         raise CorruptCheckpointError(
             f"{path}: holds a {type(content).__name__}, not a state dict of names and tensors"
         )
-    odd = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    odd = [
+        str(name)
+        for name, value in content.items()
+        if not isinstance(value, Tensor) or not isinstance(name, str)
+    ]
     if odd:
         raise CorruptCheckpointError(
             f"{path}: not a flat state dict, no tensor under {odd[:5]}; if the weights are nested "
             "in the file, save that inner dict as a file of its own"
         )
+    for name, tensor in content.items():
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise _unsupported(path, name, tensor.dtype)
     return StateDictSource(content)
 
 
@@ -151,16 +182,36 @@ class FilesSource:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object.
 
+    A whole number that needs more than 64 bits is read as a floating-point number.
+
     Raises:
         CheckpointNotFoundError: if the file is not there.
-        CorruptCheckpointError: if it is not JSON, or no object.
+        CorruptCheckpointError: if it is not JSON, no object, or far larger than any that a
+            checkpoint needs.
+        UnsafePathError: if it is a link to a file elsewhere.
     """
+    refuse_link_outside(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        with path.open("rb") as file:
+            text = file.read(_MAX_JSON + 1)
+        if len(text) > _MAX_JSON:
+            raise CorruptCheckpointError(
+                f"{path}: has more than {_MAX_JSON} bytes, which no file of its kind has; get it "
+                "anew"
+            )
+        content = json.loads(text.decode(), parse_int=_whole_number)
+    except CheckpointingError:
+        raise
+    except OSError as error:
+        if path.is_file():
+            raise
         raise CheckpointNotFoundError(f"{path}: no such file") from error
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not valid JSON ({error}); get it anew") from error
     if not isinstance(content, dict):
         raise CorruptCheckpointError(f"{path}: holds no JSON object; get it anew")
     return content
+
+
+def _whole_number(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)

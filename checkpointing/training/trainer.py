@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from checkpointing.errors import CheckpointingError, ConfigError
+from checkpointing.families import FAMILIES
 from checkpointing.training.batches import Batch, BatchLoader
 from checkpointing.training.decoder import TransformerDecoder
 from checkpointing.training.metric_logging import MetricLogger
@@ -43,6 +44,9 @@ class Checkpointer(Protocol):
         dir_prefix: str = "epoch",
     ) -> Path:
         """Writes a checkpoint and returns its directory."""
+
+    def check_save(self, state_dict: dict[str, Any], adapter_only: bool = False) -> None:
+        """Raises what would keep a state from being saved; writes nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,9 @@ class Trainer:
     A run that is resumed takes the same steps as one that was never interrupted: on a CPU bit for
     bit, as long as the number of threads stays the same.
 
+    Raises:
+        ConfigError: if the model is no language model.
+
     Args:
         model: whose parameters that require a gradient are trained.
         optimizer: of these parameters.
@@ -114,6 +121,11 @@ class Trainer:
         weights: Callable[[], dict[str, Any]],
         device: torch.device,
     ) -> None:
+        if FAMILIES[model.config.family].task_type != "CAUSAL_LM":
+            raise ConfigError(
+                f"{model.config.family}: this loop trains models that predict the next token, and "
+                "this one classifies; its checkpoint can be converted, merged and exported"
+            )
         self._model = model
         self._optimizer = optimizer
         self._batches = batches
@@ -149,8 +161,12 @@ class Trainer:
             Directory of the last checkpoint; ``None`` if there was nothing left to do.
 
         Raises:
+            CheckpointingError: before the first step, if what is trained could not be saved.
             NonFiniteLossError: if the training diverges; what was saved before stays as it is.
         """
+        self._checkpointer.check_save(
+            {**self._weights(), **self.state_dict()}, self._options.save_adapter_weights_only
+        )
         checkpoint = None
         self._model.train()
         while self.epochs_run < self._options.epochs:
@@ -309,7 +325,9 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         # Only arguments: some optimizers keep counters of theirs in the groups too.
         group.update({key: made_with[key] for key in arguments if key in made_with})
         # What the schedule scales; it is asked for when a schedule starts in mid-run.
-        group["initial_lr"] = group["lr"]
+        lr = group["lr"]
+        # torchao's optimizers have a tensor, which the schedule changes in place.
+        group["initial_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def _check_finite(value: Tensor, what: str, step: int) -> None:

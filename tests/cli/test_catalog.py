@@ -19,11 +19,11 @@ def test_ls_shows_every_recipe_with_its_configs_and_descriptions_below() -> None
     blocks = [block.splitlines() for block in done.stdout.strip().split("\n\n")]
     names = [[line.split()[0] for line in block] for block in blocks]
     files = [path.relative_to(ROOT / "configs") for path in ROOT.glob("configs/*/*.yaml")]
-    assert len(files) == 48 and all(path.stem.endswith("_single_device") for path in files)
+    assert len(files) == 67 and all(path.stem.endswith("_single_device") for path in files)
     assert names == [
         [
             f"{kind}_finetune_single_device",
-            *sorted(str(path.with_suffix("")) for path in files if f"_{kind}_" in path.name),
+            *sorted(str(path.with_suffix("")) for path in files if f"{kind}_" in path.name),
         ]
         for kind in ("full", "lora")
     ]
