@@ -1,19 +1,13 @@
-"""Two models, or two adapters, tensor by tensor in native names."""
+"""Two sets of tensors, one tensor at a time."""
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpointing.adapter_checkpoint import ADAPTER_NAME, has_adapter
-from checkpointing.adapters.peft_in import peft_weights
-from checkpointing.errors import CheckpointNotFoundError
-from checkpointing.formats.detect import find_model
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.progress import bytes_progress
-from checkpointing.storage.read import open_tensor_file
 
 
 @dataclass(frozen=True)
@@ -21,7 +15,7 @@ class Difference:
     """A tensor that is not the same, bit for bit, in A and B.
 
     Attributes:
-        name: native name.
+        name: its name.
         a: shape and dtype in A, ``None`` if it is not there.
         b: shape and dtype in B, ``None`` if it is not there.
         largest: largest ``|A - B|``; ``None`` if the shapes differ.
@@ -33,25 +27,6 @@ class Difference:
     b: TensorMeta | None
     largest: float | None = None
     relative: float | None = None
-
-
-def open_native(directory: Path, model_type: str | None = None) -> TensorSource:
-    """The native tensors of a directory's model, or of its adapter where it has no model.
-
-    Those of a PEFT adapter keep PEFT's names.
-
-    Raises:
-        CheckpointNotFoundError: if it holds neither.
-        CheckpointingError: if a file is damaged or does not fit the config.
-    """
-    try:
-        found = find_model(directory)
-    except CheckpointNotFoundError:
-        if not has_adapter(directory):
-            raise
-        native = directory / ADAPTER_NAME
-        return open_tensor_file(native if native.is_file() else peft_weights(directory))
-    return found.open(model_type).native
 
 
 def differences(a: TensorSource, b: TensorSource) -> list[Difference]:

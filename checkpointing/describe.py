@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.adapter_checkpoint import AdapterCheckpoint, has_adapter, open_adapter
+from checkpointing.adapters.lora import weight_updates
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats.detect import FoundModel, find_model
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
@@ -107,6 +108,8 @@ def _describe_adapter(directory: Path, model_type: str | None, base: Path | None
         "targets": list(config.target_modules),
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
+        "lora_bias": config.lora_bias,
+        "modules_to_save": list(config.modules_to_save),
         "dropout": config.dropout,
         **_count(list(adapter.tensors.metas.values())),
         "base": None if place is None else str(place),
@@ -129,8 +132,8 @@ def relative_updates(
         TensorMismatchError: lists every tensor of the adapter that does not fit.
     """
     adapter.check_base(base, where)
-    merged = MeasuredMerge(base, adapter.tensors, adapter.config)
-    names = [f"{module}.weight" for module in merged.modules]
+    merged = MeasuredMerge(base, *weight_updates(adapter.tensors, adapter.config))
+    names = [kind.weight.native_name(module) for module, kind in merged.modules.items()]
     with bytes_progress("measuring", sum(merged.metas[n].nbytes for n in names)) as progress:
         for name in names:
             merged.read(name)

@@ -1,10 +1,12 @@
 """Compare two models, or two adapters, tensor by tensor.
 
 A and B may be in different formats: tensors are compared in native names and layout, bit for bit.
-The exit code is 0 if all are the same, and 1 if not.
+Of adapters, native or PEFT's, the hyper-parameters are compared too; two PEFT adapters keep PEFT's
+names unless --base is given. The exit code is 0 if all is the same, and 1 if not.
 
-example:
+examples:
   tune diff SmolLM2-135M-Instruct out/smollm2_135M_full/epoch_0
+  tune diff out/smollm2_135M_lora/epoch_0 peft_adapter --base SmolLM2-135M-Instruct
 """
 
 import argparse
@@ -24,22 +26,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="directory of a model or an adapter")
     parser.add_argument("b", metavar="B", type=Path, help="the same, in any format")
     parser.add_argument(
+        "--base",
+        metavar="DIR",
+        type=Path,
+        help="base of a PEFT adapter, if it is not where the adapter says",
+    )
+    parser.add_argument(
         "--model-type",
         metavar="NAME",
         help="such as LLAMA3_2 or mistral, where no config file names the family",
     )
     parser.add_argument(
-        "--all", action="store_true", help=f"show all tensors that differ, not the first {_SHOWN}"
+        "--all", action="store_true", help=f"show all that differs, not the first {_SHOWN}"
     )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Prints what differs, the largest difference first."""
-    from checkpointing.compare import differences, open_native
+    from checkpointing.comparable import open_pair
+    from checkpointing.compare import differences
 
-    a, b = (open_native(directory, args.model_type) for directory in (args.a, args.b))
-    found = differences(a, b)
-    total = len(a.metas.keys() | b.metas.keys())
+    pair = open_pair(args.a, args.b, args.model_type, args.base)
+    for note in pair.notes:
+        print(f"note: {note}")
+    if pair.settings:
+        print(f"other hyper-parameters: {len(pair.settings)}")
+        rows = [(each.name, each.a, each.b) for each in pair.settings]
+        _print([("", "A", "B"), *rows], 3, args.all)
+    found = differences(pair.a, pair.b)
+    total = len(pair.a.metas.keys() | pair.b.metas.keys())
     print(f"same, bit for bit: {total - len(found)} of {count_text(total, 'tensor')}")
     for title, group in (
         ("only in A", [each for each in found if each.b is None]),
@@ -57,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"other values or dtype: {count_text(len(measured), 'tensor')}")
         header = ("", "max |A-B|", "‖A-B‖/‖A‖", "")
         _print([header, *map(_row, measured)], 1, args.all)
-    return int(bool(found))
+    return int(bool(found or pair.settings))
 
 
 def _row(difference: "Difference") -> tuple[str, str, str, str]:

@@ -1,25 +1,27 @@
 """Show what a checkpoint holds: format, family, sizes, and its adapter.
 
 For an adapter whose base is at hand, a picture shows how much it changes each weight: ‖U‖/‖W‖,
-rows are modules, columns are layers.
+rows are modules, columns are layers. --heat-map saves it as a picture or a web page.
 
 examples:
   tune inspect out/smollm2_135M_lora/epoch_0
+  tune inspect out/smollm2_135M_lora/epoch_0 --heat-map updates.png
   tune inspect Llama-3.2-1B/original --model-type LLAMA3_2 --json
 """
 
 import argparse
 import json
-import math
-import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpointing.cli.heat_map import arrange, as_text
+from checkpointing.cli.heat_map_file import check_file, save
 from checkpointing.cli.text import count_text, size_text
 
-_SHADES = " ░▒▓█"
 _SHOWN_FILES = 4
+_WIDE = 10_000  # A file or a pipe has lines of any width.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="such as LLAMA3_2 or mistral, where no config file names the family",
     )
+    parser.add_argument(
+        "--heat-map",
+        metavar="FILE",
+        type=Path,
+        help="save the picture of the adapter as a .png or .html file",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Prints the facts."""
+    """Prints the facts, and saves the picture if it is wanted."""
     from checkpointing.describe import describe
 
+    if args.heat_map is not None:
+        check_file(args.heat_map)
     facts = describe(args.path, args.model_type, args.base)
+    if args.heat_map is not None:
+        save(args.heat_map, facts)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -53,7 +65,10 @@ def execute(args: argparse.Namespace) -> int:
         lines += ["checkpoint", *_lines(_checkpoint(facts["checkpoint"]))]
     updates = (facts["adapter"] or {}).get("relative_updates")
     if updates:
-        lines += heat_map(updates)
+        columns = shutil.get_terminal_size(fallback=(_WIDE, 0)).columns
+        lines += as_text(arrange(updates), columns)
+    if args.heat_map is not None:
+        lines.append(f"wrote {args.heat_map}")
     print("\n".join(lines))
     return 0
 
@@ -69,16 +84,17 @@ def _model(model: Mapping[str, Any]) -> dict[str, Any]:
     files = model["files"]
     names = ", ".join(list(files)[:_SHOWN_FILES]) + (", ..." if len(files) > _SHOWN_FILES else "")
     rest = [
-        f"{key} {value}"
-        for key, value in config.items()
-        if value is not None and value != [] and value != ()
+        f"{key} {value}" for key, value in config.items() if value not in (None, False, 0, [], ())
     ]
     tied = {None: None, True: "yes", False: "no"}[dims.get("tied")]
     return {
         "format": model["format"],
         "family": model["family"] or "unknown",
         "problem": model["problem"],
-        "sizes": ", ".join(f"{key} {dims[key]}" for key in dims if type(dims[key]) is int),
+        # What a model has none of is left out.
+        "sizes": ", ".join(
+            f"{key} {dims[key]}" for key in dims if type(dims[key]) is int and dims[key]
+        ),
         "biases": ", ".join(key for key in dims if dims[key] is True and key != "tied"),
         "tied": tied,
         "config": ", ".join(rest),
@@ -103,6 +119,8 @@ def _adapter(adapter: Mapping[str, Any]) -> dict[str, Any]:
         "alpha": f"{adapter['alpha']:g}",
         "scale": f"{adapter['scale']:g}",
         "targets": ", ".join(adapter["targets"]),
+        "trained whole": ", ".join(adapter["modules_to_save"]),
+        "bias of B": "yes" if adapter["lora_bias"] else "",
         "other ranks": _pattern(adapter["rank_pattern"]),
         "other alphas": _pattern(adapter["alpha_pattern"]),
         "dropout": f"{adapter['dropout']:g}",
@@ -125,45 +143,3 @@ def _checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "made from": source and f"{source.get('directory')} ({source.get('format')})",
         "merged with": checkpoint.get("merged_adapter"),
     }
-
-
-def heat_map(updates: Mapping[str, float]) -> list[str]:
-    """Lines of shaded blocks: a row for each kind of module, a column for each layer.
-
-    Args:
-        updates: ``‖U‖ / ‖W‖`` by native module name.
-    """
-    kinds: dict[str, dict[int, float]] = {}
-    others: dict[str, float] = {}
-    for module, value in updates.items():
-        match = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-        if match is None:
-            others[module] = value
-        else:
-            kinds.setdefault(match[2], {})[int(match[1])] = value
-    layers = max((layer + 1 for row in kinds.values() for layer in row), default=1)
-    largest = max(filter(math.isfinite, updates.values()), default=0.0)
-    width = max(map(len, (*kinds, *others)))
-    lines = [
-        f"‖U‖/‖W‖ by layer, 0 to {layers - 1}: {_SHADES[-1]} is the largest, {largest:.2e}; "
-        "· is without an adapter"
-    ]
-    for kind, row in kinds.items():
-        blocks = "".join(_shade(row.get(layer), largest) for layer in range(layers))
-        low, high = min(row.values()), max(row.values())
-        numbers = f"{low:.2e}" if low == high else f"{low:.2e} to {high:.2e}"
-        lines.append(f"  {kind:{width}}  |{blocks}|  {numbers}")
-    for module, value in others.items():
-        block = _shade(value, largest).ljust(layers)
-        lines.append(f"  {module:{width}}  |{block}|  {value:.2e}")
-    return lines
-
-
-def _shade(value: float | None, largest: float) -> str:
-    if value is None:
-        return "·"
-    if not math.isfinite(value):
-        return "!"
-    if value == 0 or largest == 0:
-        return _SHADES[0]
-    return _SHADES[math.ceil((len(_SHADES) - 1) * value / largest)]

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from checkpointing.cli.inspect import heat_map
 from checkpointing.cli.main import main
+from tests.adapters.test_peft_in import save_peft
 from tests.cli.test_convert import convert, weights, write_base
 from tests.cli.test_merge import ADAPTER, MODEL, save_adapter
 from tests.tiny import random_adapter
@@ -121,23 +121,17 @@ def test_a_peft_directory_is_described_with_its_base_and_without(tmp_path, capsy
     assert "12 of 12" in capsys.readouterr().out
 
 
-def test_the_picture_shades_each_layer_by_its_share_of_the_largest():
-    updates = {
-        "layers.0.attn.q_proj": 0.0,
-        "layers.1.attn.q_proj": 0.1,
-        "layers.3.attn.q_proj": 0.4,
-        "layers.0.mlp.w1": 0.2,
-        "layers.1.mlp.w1": 0.3,
-        "layers.2.mlp.w1": float("inf"),
-        "output": 0.25,
-    }
-    lines = heat_map(updates)
-    assert "4.00e-01" in lines[0]
-    assert lines[1] == "  attn.q_proj  | ░·█|  0.00e+00 to 4.00e-01"
-    assert lines[2].startswith("  mlp.w1       |▒▓!·|")
-    assert lines[3] == "  output       |▓   |  2.50e-01"
-
-
 def test_an_empty_directory_is_refused(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     assert "holds no model" in capsys.readouterr().err
+
+
+def test_an_adapter_with_whole_modules_and_a_bias_that_cannot_be_merged_is_shown(tmp_path, capsys):
+    base = write_base(tmp_path / "base", MODEL)
+    settings = {"modules_to_save": ["norm"], "lora_bias": True}
+    save_peft(tmp_path / "peft", MODEL, target_modules=["q_proj", "down_proj"], **settings)
+    assert main(["inspect", str(tmp_path / "peft"), "--base", str(base)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"trained whole +sa_norm, mlp_norm, norm\n", printed)
+    assert re.search(r"bias of B +yes\n", printed)
+    assert "mlp.w2" in printed, "the picture of the updates"
