@@ -9,3 +9,7 @@ class UsageError(CheckpointingError, ValueError):
 
 class DownloadError(CheckpointingError, OSError):
     """A download failed, or brought something else than it should."""
+
+
+class UploadError(CheckpointingError, OSError):
+    """An upload failed, or was refused."""

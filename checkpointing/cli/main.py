@@ -16,13 +16,14 @@ from checkpointing.cli import (
     ls,
     merge,
     parity,
+    push,
     run,
     validate,
 )
 from checkpointing.errors import CheckpointingError
 
 INTERRUPTED = 130
-_COMMANDS = (download, ls, cp, cat, validate, run, parity, inspect, convert, merge, diff)
+_COMMANDS = (download, ls, cp, cat, validate, run, parity, inspect, convert, merge, diff, push)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
