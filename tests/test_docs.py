@@ -35,7 +35,7 @@ def test_each_of_the_two_commands_is_one_line_that_sets_up_all_it_needs():
 def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
     write_hf(hf_model(config()), tmp_path / "base")
     code = blocks("docs/checkpointers.md", "python")
-    assert len(code) == 4
+    assert len(code) == 5
     for block in code:
         run = subprocess.run(
             [sys.executable, "-c", block],
@@ -54,7 +54,7 @@ def test_the_commands_in_docs_convert_run_as_they_stand(tmp_path, monkeypatch):
     save_adapter(write_hf(hf_model(config()), tmp_path / "base"), tmp_path / "out" / "lora")
     monkeypatch.chdir(tmp_path)
     commands = "".join(blocks("docs/convert.md", "bash")).splitlines()
-    assert len(commands) == 9
+    assert len(commands) == 14
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "tune"
@@ -75,7 +75,13 @@ def save_adapter(base: Path, output_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "docs/checkpointers.md", "docs/architecture.md", "docs/convert.md"],
+    [
+        "README.md",
+        "docs/checkpointers.md",
+        "docs/architecture.md",
+        "docs/convert.md",
+        "docs/push.md",
+    ],
 )
 def test_links_between_the_documents_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
