@@ -25,7 +25,7 @@ from checkpointing.storage.fingerprint import fingerprint
 from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
 from checkpointing.storage.paths import path_named
 from checkpointing.storage.read import open_tensor_file, read_json
-from checkpointing.storage.write import Progress, write_safetensors, write_torch_file
+from checkpointing.storage.writer import CheckpointWriter
 
 ADAPTER_NAME = "adapter_model.pt"
 REPO_ID_NAME = "original_repo_id.json"
@@ -105,23 +105,17 @@ def repo_id_of(directory: Path) -> str | None:
 
 
 def write_peft(
-    directory: Path, peft: PeftAdapter, progress: Progress, safe_serialization: bool = True
+    writer: CheckpointWriter, peft: PeftAdapter, safe_serialization: bool = True
 ) -> None:
-    """Writes a PEFT adapter into an existing directory.
+    """Writes a PEFT adapter.
 
     Args:
-        directory: where to.
+        writer: where to.
         peft: from :func:`checkpointing.adapters.peft.to_peft`.
-        progress: called with the number of bytes just written.
         safe_serialization: safetensors rather than a ``.bin`` file.
     """
-    names = list(peft.tensors.metas)
-    if safe_serialization:
-        write_safetensors(directory / PEFT_WEIGHTS, peft.tensors, names, progress)
-    else:
-        write_torch_file(directory / PEFT_WEIGHTS_TORCH, peft.tensors, names, progress)
-    text = json.dumps(peft.config, indent=2) + "\n"
-    (directory / PEFT_CONFIG).write_text(text, encoding="utf-8")
+    writer.tensors(PEFT_WEIGHTS if safe_serialization else PEFT_WEIGHTS_TORCH, peft.tensors)
+    writer.text(PEFT_CONFIG, json.dumps(peft.config, indent=2) + "\n")
 
 
 def has_adapter(directory: Path) -> bool:

@@ -6,8 +6,6 @@ the format it read. State dicts use torchtune's keys: ``model`` (native weights)
 """
 
 import logging
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.full_model import FullModelCheckpointer
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.save_plan import SavePlan
-from checkpointing.storage.side_files import side_files
-from checkpointing.storage.write import Progress
+from checkpointing.storage.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
@@ -128,31 +125,26 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
         base_model = self.repo_id or str(self._checkpoint_dir.resolve())
         return to_peft(adapter, config, layout, base_model, self._adapter_form, self._base.native)
 
-    def _write(
-        self, directory: Path, plan: SavePlan, max_bytes: int | None, progress: Progress
-    ) -> None:
-        super()._write(directory, replace(plan, model=None), max_bytes, progress)
-        model_dir = directory
-        if plan.adapter is not None:
-            for name in _MODEL_CONFIGS:
-                (directory / name).unlink(missing_ok=True)
-            model_dir = directory / MERGED_DIR
+    def _write(self, writer: CheckpointWriter, plan: SavePlan, max_bytes: int | None) -> None:
+        is_adapter = plan.adapter is not None
         if plan.model is not None:
-            model_dir.mkdir(exist_ok=True)
-            for path in side_files(self._checkpoint_dir):
-                shutil.copyfile(path, model_dir / path.name)
+            into = writer.within(MERGED_DIR) if is_adapter else writer
+            self._write_model(into, plan.model, max_bytes)
             config = config_for_weights(
                 self._checkpoint_dir / CONFIG_NAME,
                 plan.model,
                 FAMILIES[self.model_config.family],
                 self._format.name,
             )
-            (model_dir / CONFIG_NAME).write_text(config, encoding="utf-8")
-            self._write_model(model_dir, plan.model, max_bytes, progress)
+            into.text(CONFIG_NAME, config)
+            self._copy_side_files(into, leaving_out=[CONFIG_NAME])
+        self._write_state(writer, plan)
+        if is_adapter:
+            self._copy_side_files(writer, leaving_out=_MODEL_CONFIGS)
         if plan.peft is not None:
             for note in plan.peft.notes:
                 logger.warning("%s", note)
-            write_peft(directory, plan.peft, progress, self._safe_serialization)
+            write_peft(writer, plan.peft, self._safe_serialization)
 
 
 class _OneLayoutCheckpointer(FullModelCheckpointer):

@@ -5,7 +5,6 @@ writes what it gave.
 """
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,11 +26,12 @@ from checkpointing.mapping.tensors import TensorSource
 from checkpointing.nearest import hint
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.commit import check_room, recover, staged_directory
-from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
 from checkpointing.storage.paths import is_within
 from checkpointing.storage.read import read_json
 from checkpointing.storage.side_files import side_files
-from checkpointing.storage.write import Progress, parse_size
+from checkpointing.storage.write import parse_size
+from checkpointing.storage.writer import CheckpointWriter
 
 _GENERATION_CONFIG = "generation_config.json"
 # Written anew or not true of other files; Meta's checklist holds checksums of its own weights.
@@ -72,11 +72,12 @@ class ModelToWrite:
     @property
     def weight_files(self) -> list[str]:
         """Names of the weight files."""
-        return self.format.file_names(self.tensors, self.base, self.options(lambda _: None))
+        return self.format.file_names(self.tensors, self.base, self.options)
 
-    def options(self, progress: Progress) -> WriteOptions:
+    @property
+    def options(self) -> WriteOptions:
         """How the weights are written."""
-        return WriteOptions(True, self.max_shard_bytes, progress)
+        return WriteOptions(True, self.max_shard_bytes)
 
 
 def plan_conversion(
@@ -254,10 +255,10 @@ def write_model(plan: ModelToWrite, destination: Path, overwrite: bool = False) 
         bytes_progress(f"writing {destination.name}", plan.nbytes) as progress,
         staged_directory(destination) as staging,
     ):
+        writer = CheckpointWriter(staging, progress)
         for path in plan.side_files:
-            shutil.copyfile(path, staging / path.name)
+            writer.copy(path)
         if plan.config_text is not None:
-            name, text = plan.config_text
-            (staging / name).write_text(text, encoding="utf-8")
-        plan.format.write(staging, plan.tensors, plan.base, plan.options(progress))
-        write_manifest(staging, plan.facts)
+            writer.text(*plan.config_text)
+        plan.format.write(writer, plan.tensors, plan.base, plan.options)
+        writer.manifest(plan.facts)

@@ -4,7 +4,6 @@
 :func:`write_adapter` writes what it gave.
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +30,8 @@ from checkpointing.progress import bytes_progress
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
 from checkpointing.storage.commit import check_room, recover, staged_directory
 from checkpointing.storage.fingerprint import fingerprint
-from checkpointing.storage.manifest import write_manifest
 from checkpointing.storage.side_files import side_files
-from checkpointing.storage.write import write_torch_file
+from checkpointing.storage.writer import CheckpointWriter
 
 # In a directory with one of these, transformers and `tune` would look for a model.
 _OF_MODELS = {CONFIG_NAME, PARAMS_NAME, "generation_config.json"}
@@ -205,11 +203,11 @@ def write_adapter(plan: AdapterToWrite, destination: Path, overwrite: bool = Fal
         bytes_progress(f"writing {destination.name}", plan.nbytes) as progress,
         staged_directory(destination) as staging,
     ):
+        writer = CheckpointWriter(staging, progress)
         for side_file in plan.side_files:
-            shutil.copyfile(side_file, staging / side_file.name)
+            writer.copy(side_file)
         if plan.peft is not None:
-            write_peft(staging, plan.peft, progress)
+            write_peft(writer, plan.peft)
         else:
-            names = list(plan.tensors.metas)
-            write_torch_file(staging / ADAPTER_NAME, plan.tensors, names, progress)
-        write_manifest(staging, plan.facts)
+            writer.tensors(ADAPTER_NAME, plan.tensors)
+        writer.manifest(plan.facts)

@@ -1,15 +1,14 @@
 """What the checkpointers of all formats have in common: loading, resuming, saving."""
 
 import logging
-import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from checkpointing.adapter_checkpoint import ADAPTER_NAME, find_adapter, open_adapter
@@ -40,12 +39,19 @@ from checkpointing.save_plan import (
     adapter_config_of,
     directory_name,
 )
-from checkpointing.storage.commit import check_room, recover, staged_directory
+from checkpointing.storage.commit import (
+    check_room,
+    make_directory,
+    recover,
+    staged_directory,
+)
 from checkpointing.storage.fingerprint import fingerprint
-from checkpointing.storage.manifest import MANIFEST_NAME, write_manifest
+from checkpointing.storage.manifest import MANIFEST_NAME
 from checkpointing.storage.paths import is_within
+from checkpointing.storage.run_lock import claimed
 from checkpointing.storage.side_files import side_files
-from checkpointing.storage.write import Progress, parse_size, write_torch_file
+from checkpointing.storage.write import parse_size
+from checkpointing.storage.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +134,8 @@ class FullModelCheckpointer:
         named = self._locate(recipe_checkpoint, RECIPE_STATE_NAME)
         if named is not None and not (named.parent / MANIFEST_NAME).is_file():
             return
-        self._resumed = checkpoint_to_resume(directory, resume if named is None else named.parent)
+        wanted = resume if named is None else named.parent
+        self._resumed = checkpoint_to_resume(directory, wanted, ADAPTER_NAME)
         logger.info("resuming from %s", self._resumed.directory)
 
     def _locate_adapter(self, named: str | Path | None) -> Path | None:
@@ -261,15 +268,31 @@ class FullModelCheckpointer:
         final = output_dir / name
         max_bytes = self._max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
         with (
+            self.claim_output_dir(),
             bytes_progress(f"saving {final.name}", plan.nbytes) as progress,
             staged_directory(final) as staging,
         ):
-            self._write(staging, plan, max_bytes, progress)
-            write_manifest(staging, self._manifest(plan, epoch, step, state_dict))
+            writer = CheckpointWriter(staging, progress)
+            self._write(writer, plan, max_bytes)
+            writer.manifest(self._manifest(plan, epoch, step, state_dict))
         logger.info("saved %s", final)
         if self._keep_last_n is not None:
             remove_old_checkpoints(output_dir, self._keep_last_n, self._run_id, final)
         return final
+
+    @contextmanager
+    def claim_output_dir(self) -> Iterator[None]:
+        """Keeps other processes from saving into the output directory while the block runs.
+
+        Raises:
+            ConfigError: if another process has claimed it.
+        """
+        if self._output_dir is None:
+            yield
+            return
+        make_directory(self._output_dir)
+        with claimed(self._output_dir):
+            yield
 
     def check_save(self, state_dict: Mapping[str, Any], adapter_only: bool = False) -> None:
         """Finds what would keep a state from being saved, such as before a run; writes nothing.
@@ -327,24 +350,28 @@ class FullModelCheckpointer:
         """The adapter in PEFT's form, for formats that store it so."""
         return None
 
-    def _write(
-        self, directory: Path, plan: SavePlan, max_bytes: int | None, progress: Progress
-    ) -> None:
+    def _write(self, writer: CheckpointWriter, plan: SavePlan, max_bytes: int | None) -> None:
         if plan.model is not None:
-            self._write_model(directory, plan.model, max_bytes, progress)
-        if plan.adapter is not None:
-            names = list(plan.adapter.metas)
-            write_torch_file(directory / ADAPTER_NAME, plan.adapter, names, progress)
-        if plan.recipe_state:
-            torch.save(dict(plan.recipe_state), directory / RECIPE_STATE_NAME)
-        for path in side_files(self._checkpoint_dir):
-            shutil.copyfile(path, directory / path.name)
+            self._write_model(writer, plan.model, max_bytes)
+        self._write_state(writer, plan)
+        self._copy_side_files(writer)
 
     def _write_model(
-        self, directory: Path, model: TensorSource, max_bytes: int | None, progress: Progress
+        self, writer: CheckpointWriter, model: TensorSource, max_bytes: int | None
     ) -> None:
-        options = WriteOptions(self._safe_serialization, max_bytes, progress)
-        self._format.write(directory, model, self._base, options)
+        options = WriteOptions(self._safe_serialization, max_bytes)
+        self._format.write(writer, model, self._base, options)
+
+    def _write_state(self, writer: CheckpointWriter, plan: SavePlan) -> None:
+        if plan.adapter is not None:
+            writer.tensors(ADAPTER_NAME, plan.adapter)
+        if plan.recipe_state:
+            writer.torch_object(RECIPE_STATE_NAME, dict(plan.recipe_state))
+
+    def _copy_side_files(self, writer: CheckpointWriter, leaving_out: Collection[str] = ()) -> None:
+        for path in side_files(self._checkpoint_dir):
+            if path.name not in leaving_out:
+                writer.copy(path)
 
     def _manifest(
         self, plan: SavePlan, epoch: int, step: int | None, state_dict: Mapping[str, Any]

@@ -20,7 +20,7 @@ from checkpointing.nf4 import QUANTIZED_BASE_KEY
 from checkpointing.progress import bytes_progress
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
 from checkpointing.storage.digest import FileDigest, digest_of_file
-from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
+from checkpointing.storage.manifest import MANIFEST_NAME, file_digests, read_manifest
 from checkpointing.storage.read import read_json
 
 CARD_NAME = "README.md"
@@ -159,6 +159,7 @@ def plan_upload(directory: Path, merged: bool = False, base_model: str | None = 
     base_model = base_model or known_base
     files: dict[str, Path | bytes] = {name: source / name for name in wanted}
     notes = _without_local_paths(files, base_model, told)
+    digests = file_digests(directory, manifest)
     left_out = {name for name in present if "/" not in name} - set(wanted) - _OWN
     left_out |= {path.name for path in source.iterdir() if path.is_file()} - set(present) - _OWN
     return Upload(
@@ -175,7 +176,7 @@ def plan_upload(directory: Path, merged: bool = False, base_model: str | None = 
         left_out=tuple(sorted(name for name in left_out - {CARD_NAME} if name[0] != ".")),
         notes=tuple(notes),
         digests={
-            name: FileDigest.from_entry(manifest["files"][prefix + name])
+            name: digests[prefix + name]
             for name, content in files.items()
             if isinstance(content, Path)
         },

@@ -15,8 +15,10 @@ from checkpointing.errors import (
     CorruptCheckpointError,
     UnsafePathError,
 )
+from checkpointing.progress import bytes_progress
 from checkpointing.storage.commit import remove_directory
-from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
+from checkpointing.storage.integrity import check_intact
+from checkpointing.storage.manifest import MANIFEST_NAME, file_digests, read_manifest
 from checkpointing.storage.read import load_torch_file
 from checkpointing.storage.tensor_classes import loads_without_code
 
@@ -79,12 +81,21 @@ def _of_a_run(directory: Path) -> SavedCheckpoint | None:
     return SavedCheckpoint(directory, manifest)
 
 
-def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCheckpoint:
-    """The newest complete checkpoint of a directory, or just the one that is named.
+def checkpoint_to_resume(
+    output_dir: Path, wanted: bool | str | Path, adapter_name: str
+) -> SavedCheckpoint:
+    """The newest intact checkpoint of a directory, or just the one that is named.
+
+    Whatever a run reads of it is compared with its checksums.
+
+    Args:
+        output_dir: where the run's checkpoints lie.
+        wanted: ``True``, or the directory of a checkpoint.
+        adapter_name: name of a native adapter in a checkpoint.
 
     Raises:
         CheckpointNotFoundError: if there is none.
-        CorruptCheckpointError: if the named one is damaged.
+        CorruptCheckpointError: if the named one, or every one, is damaged; names what is.
     """
     if not isinstance(wanted, bool):
         directory = Path(wanted)
@@ -94,15 +105,36 @@ def checkpoint_to_resume(output_dir: Path, wanted: bool | str | Path) -> SavedCh
                 f"{directory}: is no checkpoint of a run, it has no manifest.json of one; give the "
                 "directory of a checkpoint, such as epoch_0"
             )
+        _check_what_is_read(checkpoint, adapter_name)
         return checkpoint
     checkpoints = saved_checkpoints(output_dir)
-    if not checkpoints:
-        raise CheckpointNotFoundError(
-            f"{output_dir}: holds no complete checkpoint to resume from; check output_dir, or "
-            "start the run without resume_from_checkpoint. To go on from checkpoints of torchtune, "
-            "which have no manifest, name its recipe_checkpoint and adapter_checkpoint"
+    for checkpoint in reversed(checkpoints):
+        try:
+            _check_what_is_read(checkpoint, adapter_name)
+            return checkpoint
+        except CorruptCheckpointError as error:
+            logger.warning("%s\nNOT RESUMED FROM; an older checkpoint is looked for", error)
+    if checkpoints:
+        raise CorruptCheckpointError(
+            f"{output_dir}: all of its {len(checkpoints)} checkpoints are damaged, as said above; "
+            "get copies of them from elsewhere, or start the run afresh in another output_dir"
         )
-    return checkpoints[-1]
+    raise CheckpointNotFoundError(
+        f"{output_dir}: holds no complete checkpoint to resume from; check output_dir, or "
+        "start the run without resume_from_checkpoint. To go on from checkpoints of torchtune, "
+        "which have no manifest, name its recipe_checkpoint and adapter_checkpoint"
+    )
+
+
+def _check_what_is_read(checkpoint: SavedCheckpoint, adapter_name: str) -> None:
+    digests = file_digests(checkpoint.directory, checkpoint.manifest)
+    if adapter_name in digests:
+        read = {name for name in (adapter_name, RECIPE_STATE_NAME) if name in digests}
+    else:
+        read = {name for name in digests if "/" not in name}
+    own = {name: digests[name] for name in digests if name in read}
+    with bytes_progress("verifying", sum(digest.size for digest in own.values())) as progress:
+        check_intact(checkpoint.directory, own, progress)
 
 
 def remove_old_checkpoints(output_dir: Path, keep: int, run_id: str, just_saved: Path) -> None:

@@ -19,11 +19,26 @@ from checkpointing.cli import (
     push,
     run,
     validate,
+    verify,
 )
 from checkpointing.errors import CheckpointingError
 
 INTERRUPTED = 130
-_COMMANDS = (download, ls, cp, cat, validate, run, parity, inspect, convert, merge, diff, push)
+_COMMANDS = (
+    download,
+    ls,
+    cp,
+    cat,
+    validate,
+    run,
+    parity,
+    inspect,
+    verify,
+    convert,
+    merge,
+    diff,
+    push,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

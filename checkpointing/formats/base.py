@@ -15,7 +15,8 @@ from checkpointing.mapping.tensors import TensorSource
 from checkpointing.mapping.ties import is_tied
 from checkpointing.storage.paths import inside
 from checkpointing.storage.read import read_json
-from checkpointing.storage.write import Progress, plan_shards, write_safetensors, write_torch_file
+from checkpointing.storage.write import plan_shards
+from checkpointing.storage.writer import CheckpointWriter
 
 CheckpointFiles = Sequence[str] | Mapping[str, str] | None
 """File names; or ``{"filename_format", "max_filename"}``; or ``None`` to look for them."""
@@ -47,12 +48,10 @@ class WriteOptions:
     Attributes:
         safe_serialization: safetensors rather than ``torch.save``, where the format has both.
         max_shard_bytes: largest file; ``None`` for one file.
-        progress: called with the number of bytes just written.
     """
 
     safe_serialization: bool
     max_shard_bytes: int | None
-    progress: Progress
 
 
 class Format(Protocol):
@@ -75,9 +74,13 @@ class Format(Protocol):
         """Names of the weight files that :meth:`write` makes."""
 
     def write(
-        self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
+        self,
+        writer: CheckpointWriter,
+        foreign: TensorSource,
+        base: OpenModel,
+        options: WriteOptions,
     ) -> None:
-        """Writes what :meth:`plan` gave into an existing directory."""
+        """Writes what :meth:`plan` gave."""
 
 
 def plan_foreign(native: TensorSource, base: OpenModel, format: str) -> TensorSource:
@@ -197,7 +200,7 @@ def shard_names(source: TensorSource, options: WriteOptions) -> list[str]:
 
 
 def write_shards(
-    directory: Path, source: TensorSource, options: WriteOptions
+    writer: CheckpointWriter, source: TensorSource, options: WriteOptions
 ) -> tuple[dict[str, str], int]:
     """Writes tensors as one or several files named as Hugging Face and torchtune name them.
 
@@ -205,9 +208,8 @@ def write_shards(
         For each tensor the file that holds it, and the number of bytes of all tensors.
     """
     shards = plan_shards(source.metas, options.max_shard_bytes)
-    write = write_safetensors if options.safe_serialization else write_torch_file
     file_of = {}
     for file_name, names in zip(shard_names(source, options), shards, strict=True):
-        write(directory / file_name, source, names, options.progress)
+        writer.tensors(file_name, source, names)
         file_of.update(dict.fromkeys(names, file_name))
     return file_of, sum(meta.nbytes for meta in source.metas.values())

@@ -30,6 +30,7 @@ from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.mapping.ties import tied_names
 from checkpointing.storage.read import FilesSource, read_json
+from checkpointing.storage.writer import CheckpointWriter
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -91,14 +92,18 @@ class HFFormat:
         return shard_names(foreign, options)
 
     def write(
-        self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
+        self,
+        writer: CheckpointWriter,
+        foreign: TensorSource,
+        base: OpenModel,
+        options: WriteOptions,
     ) -> None:
-        weight_map, total = write_shards(directory, foreign, options)
+        weight_map, total = write_shards(writer, foreign, options)
         # Always an index, also for one file: engines take every *.safetensors file of a directory
         # for weights if there is none.
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         name = SAFETENSORS_INDEX if options.safe_serialization else TORCH_INDEX
-        (directory / name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        writer.text(name, json.dumps(index, indent=2) + "\n")
 
 
 def _check_index(files: Sequence[Path], source: FilesSource, optional: set[str]) -> None:

@@ -24,7 +24,7 @@ from checkpointing.mapping.sizes import size_from_tensors
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.mapping.ties import is_tied
 from checkpointing.storage.read import open_tensor_file, read_json
-from checkpointing.storage.write import write_torch_file
+from checkpointing.storage.writer import CheckpointWriter
 
 PARAMS_NAME = "params.json"
 _SHARD = "consolidated.{:02d}.pth"
@@ -76,11 +76,15 @@ class MetaFormat:
         return [_SHARD.format(rank) for rank in range(base.ranks)]
 
     def write(
-        self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
+        self,
+        writer: CheckpointWriter,
+        foreign: TensorSource,
+        base: OpenModel,
+        options: WriteOptions,
     ) -> None:
         shards = cut(foreign, base.cut_dims, base.ranks)
         for name, shard in zip(self.file_names(foreign, base, options), shards, strict=True):
-            write_torch_file(directory / name, shard, list(shard.metas), options.progress)
+            writer.tensors(name, shard)
 
 
 def _check_complete(directory: Path, paths: Sequence[Path]) -> None:

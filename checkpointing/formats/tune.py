@@ -21,6 +21,7 @@ from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.plan import check_native
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.storage.read import FilesSource
+from checkpointing.storage.writer import CheckpointWriter
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 _NOT_WEIGHTS = ("adapter_model", "recipe_state")
@@ -65,9 +66,13 @@ class TuneFormat:
         return shard_names(foreign, options)
 
     def write(
-        self, directory: Path, foreign: TensorSource, base: OpenModel, options: WriteOptions
+        self,
+        writer: CheckpointWriter,
+        foreign: TensorSource,
+        base: OpenModel,
+        options: WriteOptions,
     ) -> None:
-        write_shards(directory, foreign, options)
+        write_shards(writer, foreign, options)
 
 
 def _read_config(

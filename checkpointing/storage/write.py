@@ -3,14 +3,14 @@
 import ctypes
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
+from checkpointing.storage.digest import DigestingFile, checksum_of
 from checkpointing.storage.read import SAFETENSORS_DTYPES
 
 Progress = Callable[[int], object]
@@ -46,9 +46,9 @@ def plan_shards(metas: Mapping[str, TensorMeta], max_bytes: int | None) -> list[
 
 
 def write_safetensors(
-    path: Path, source: TensorSource, names: Sequence[str], progress: Progress
+    file: DigestingFile, source: TensorSource, names: Sequence[str], progress: Progress
 ) -> None:
-    """Writes a ``.safetensors`` file, holding one tensor in memory at a time.
+    """Writes the content of a ``.safetensors`` file, holding one tensor in memory at a time.
 
     Layout: 8 bytes little-endian length of the header, the JSON header padded with spaces to a
     multiple of 8, the tensors' data (https://github.com/huggingface/safetensors#format).
@@ -65,18 +65,10 @@ def write_safetensors(
         offset += meta.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name in names:
-            tensor = source.read(name)
-            _write_all(file.write, tensor)
-            progress(source.metas[name].nbytes)
-
-
-def _write_all(write: Callable[[memoryview], int | None], tensor: Tensor) -> None:
-    data = tensor_bytes(tensor)
-    while data:
-        data = data[write(data) :]
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for name in names:
+        file.write_tensor(name, tensor_bytes(source.read(name)))
+        progress(source.metas[name].nbytes)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -91,15 +83,32 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def write_torch_file(
-    path: Path, source: TensorSource, names: Sequence[str], progress: Progress
+    file: DigestingFile, source: TensorSource, names: Sequence[str], progress: Progress
 ) -> None:
     """Writes a state dict with ``torch.save``."""
     state_dict = {}
     for name in names:
         state_dict[name] = _own_storage(source.read(name).detach().cpu())
-    torch.save(state_dict, path)
+    write_torch_object(file, state_dict)
     for name in names:
         progress(source.metas[name].nbytes)
+
+
+def write_torch_object(file: DigestingFile, content: object) -> None:
+    """Writes plain data and tensors with ``torch.save``."""
+    torch.save(content, file)  # type: ignore[arg-type]  # it has what torch.save uses
+    for name, tensor in named_tensors(content):
+        file.tensors[name] = checksum_of(tensor_bytes(tensor))
+
+
+def named_tensors(content: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors in nested dictionaries and lists, by the path to them."""
+    if type(content) in (Tensor, torch.nn.Parameter):
+        yield prefix, content  # type: ignore[misc]
+    elif isinstance(content, Mapping | list | tuple):
+        items = content.items() if isinstance(content, Mapping) else enumerate(content)
+        for key, value in items:
+            yield from named_tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _own_storage(tensor: Tensor) -> Tensor:

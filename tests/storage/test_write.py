@@ -10,16 +10,16 @@ from safetensors.torch import load_file, save
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.tensors import StateDictSource, TensorMeta
 from checkpointing.storage.read import SAFETENSORS_DTYPES, SafetensorsSource
-from checkpointing.storage.write import (
-    parse_size,
-    plan_shards,
-    write_safetensors,
-    write_torch_file,
-)
+from checkpointing.storage.write import parse_size, plan_shards
+from checkpointing.storage.writer import CheckpointWriter
 from tests.tiny import assert_same_tensors
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
 dtypes = st.sampled_from(list(SAFETENSORS_DTYPES))
+
+
+def write(path, source, progress=lambda _: None):
+    CheckpointWriter(path.parent, progress).tensors(path.name, source)
 
 
 def same_bytes(found, expected):
@@ -44,7 +44,7 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path_factory, specs):
         tensors[name] = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
     path = tmp_path_factory.mktemp("file") / "t.safetensors"
     done = []
-    write_safetensors(path, StateDictSource(tensors), list(tensors), done.append)
+    write(path, StateDictSource(tensors), done.append)
     same_bytes(load_file(path), tensors)
     source = SafetensorsSource(path)
     same_bytes({name: source.read(name) for name in source.metas}, tensors)
@@ -54,28 +54,29 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path_factory, specs):
 
 def test_the_file_is_byte_for_byte_the_libraries_own_for_one_tensor(tmp_path):
     tensors = {"a.weight": torch.arange(15.0).reshape(3, 5)}
-    write_safetensors(tmp_path / "t", StateDictSource(tensors), ["a.weight"], lambda _: None)
-    assert (tmp_path / "t").read_bytes() == save(tensors, {"format": "pt"})
+    path = tmp_path / "t.safetensors"
+    write(path, StateDictSource(tensors))
+    assert path.read_bytes() == save(tensors, {"format": "pt"})
 
 
 def test_the_data_starts_at_a_multiple_of_eight_bytes(tmp_path):
     for name in ("a", "ab", "abc", "abcdefgh"):
         source = StateDictSource({name: torch.ones(3)})
-        write_safetensors(tmp_path / "t", source, [name], lambda _: None)
-        content = (tmp_path / "t").read_bytes()
+        write(tmp_path / "t.safetensors", source)
+        content = (tmp_path / "t.safetensors").read_bytes()
         (length,) = struct.unpack("<Q", content[:8])
         assert length % 8 == 0 and len(content) == 8 + length + 12
         assert json.loads(content[8 : 8 + length])["__metadata__"] == {"format": "pt"}
 
 
-@pytest.mark.parametrize("write", [write_safetensors, write_torch_file])
-def test_a_view_is_written_without_the_storage_that_it_shares(tmp_path, write):
+@pytest.mark.parametrize("name", ["t.safetensors", "t.pt"])
+def test_a_view_is_written_without_the_storage_that_it_shares(tmp_path, name):
     big = torch.randn(1000, 64)
     views = {"rows": big[3:5], "columns": big[:4, ::2], "transposed": big[:7].T, "whole": big[9]}
-    path = tmp_path / ("t.safetensors" if write is write_safetensors else "t.pt")
-    write(path, StateDictSource(views), list(views), lambda _: None)
+    path = tmp_path / name
+    write(path, StateDictSource(views))
     assert path.stat().st_size < 10_000
-    loaded = load_file(path) if write is write_safetensors else torch.load(path)
+    loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
     assert_same_tensors(loaded, views)
 
 

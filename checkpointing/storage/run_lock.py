@@ -1,0 +1,70 @@
+"""One run at a time saves into an output directory."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkpointing.errors import ConfigError
+
+LOCK_NAME = ".run.lock"
+
+# Directories that this process has claimed, so that a save within a run need not claim its own.
+_claimed: set[Path] = set()
+
+
+@contextmanager
+def claimed(output_dir: Path) -> Iterator[None]:
+    """Keeps other processes from claiming an output directory for as long as the block runs.
+
+    The system takes the lock away when the process ends, however it does. Where the file system
+    has no locks, nothing is claimed.
+
+    Raises:
+        ConfigError: if another process has claimed it; says which one.
+    """
+    key = output_dir.resolve()
+    if key in _claimed:
+        yield
+        return
+    path = output_dir / LOCK_NAME
+    descriptor = _lock(path)
+    _claimed.add(key)
+    try:
+        yield
+    finally:
+        _claimed.discard(key)
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """Opens the lock file and locks it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise ConfigError(
+                f"output_dir {path.parent}: another run saves into it ({owner}); wait for it, stop "
+                "it, or choose another output_dir"
+            ) from None
+        except OSError:
+            return descriptor
+        if _is_the_file(descriptor, path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_the_file(descriptor: int, path: Path) -> bool:
+    """Whether the file still has its name: its last owner removes it before it lets it go."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
