@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from checkpointing.adapters import AdapterConfig, MergedStateDict, merged_weight
+    from checkpointing.async_save import AsyncCheckpointer
     from checkpointing.checkpointers import (
         FullModelHFCheckpointer,
         FullModelMetaCheckpointer,
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterConfig",
+    "AsyncCheckpointer",
     "CheckpointingError",
     "FullModelHFCheckpointer",
     "FullModelMetaCheckpointer",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "AdapterConfig": "checkpointing.adapters",
+    "AsyncCheckpointer": "checkpointing.async_save",
     "CheckpointingError": "checkpointing.errors",
     "FullModelHFCheckpointer": "checkpointing.checkpointers",
     "FullModelMetaCheckpointer": "checkpointing.checkpointers",

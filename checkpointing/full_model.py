@@ -31,10 +31,12 @@ from checkpointing.resume import (
     load_recipe_state,
     remove_old_checkpoints,
 )
+from checkpointing.retention import METRICS_KEY, finite
 from checkpointing.save_plan import (
     ADAPTER_CONFIG_KEY,
     ADAPTER_KEY,
     MODEL_KEY,
+    RUN_KEY,
     SavePlan,
     adapter_config_of,
     directory_name,
@@ -227,6 +229,17 @@ class FullModelCheckpointer:
             state.update(load_recipe_state(self._recipe_file))
         return state
 
+    @property
+    def output_dir(self) -> Path | None:
+        """Where checkpoints are saved."""
+        return self._output_dir
+
+    def wait(self, *, block: bool = True) -> None:
+        """Does nothing: a save is finished when it returns.
+
+        An :class:`~checkpointing.AsyncCheckpointer` has something to wait for.
+        """
+
     def save_checkpoint(
         self,
         state_dict: Mapping[str, Any],
@@ -237,6 +250,8 @@ class FullModelCheckpointer:
         step: int | None = None,
         max_shard_size: str | int | None = None,
         dir_prefix: str = "epoch",
+        show_progress: bool = True,
+        metrics: Mapping[str, float] | None = None,
     ) -> Path:
         """Saves a checkpoint, which exists with all its files or not at all.
 
@@ -253,6 +268,8 @@ class FullModelCheckpointer:
             adapter_only: write no model weights.
             step: number of optimizer steps so far; decides which checkpoint is the newest.
             max_shard_size: largest weight file, such as ``"5GB"``; the constructor's if not given.
+            show_progress: show a bar, if it takes long.
+            metrics: numbers that tell how good it is, such as the loss, for retention.
             dir_prefix: ``"epoch"`` saves to ``epoch_{epoch}``, ``"step"`` to ``step_{step}``.
 
         Returns:
@@ -269,12 +286,15 @@ class FullModelCheckpointer:
         max_bytes = self._max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
         with (
             self.claim_output_dir(),
-            bytes_progress(f"saving {final.name}", plan.nbytes) as progress,
+            bytes_progress(f"saving {final.name}", plan.nbytes, show_progress) as progress,
             staged_directory(final) as staging,
         ):
             writer = CheckpointWriter(staging, progress)
             self._write(writer, plan, max_bytes)
-            writer.manifest(self._manifest(plan, epoch, step, state_dict))
+            facts = self._manifest(plan, epoch, step, state_dict)
+            if metrics:
+                facts[METRICS_KEY] = finite(metrics)
+            writer.manifest(facts)
         logger.info("saved %s", final)
         if self._keep_last_n is not None:
             remove_old_checkpoints(output_dir, self._keep_last_n, self._run_id, final)
@@ -394,4 +414,7 @@ class FullModelCheckpointer:
                 facts["base"][QUANTIZED_BASE_KEY] = state_dict[QUANTIZED_BASE_KEY]
         if plan.adapter_config is not None:
             facts[ADAPTER_CONFIG_KEY] = plan.adapter_config.to_state()
+        run = state_dict.get(RUN_KEY)
+        if isinstance(run, Mapping):
+            facts |= {key: run[key] for key in ("recipe", "config") if key in run}
         return facts

@@ -9,8 +9,8 @@ _QUIET_SECONDS = 2.0
 
 
 @contextmanager
-def bytes_progress(description: str, total: int) -> Iterator[Progress]:
-    """A bar that counts bytes, shown once the work has taken two seconds."""
+def bytes_progress(description: str, total: int, show: bool = True) -> Iterator[Progress]:
+    """A bar that counts bytes, shown once the work has taken two seconds, or never."""
     # Comes with huggingface_hub; imported here because `import checkpointing` shows no bar.
     from tqdm.auto import tqdm
 
@@ -22,5 +22,6 @@ def bytes_progress(description: str, total: int) -> Iterator[Progress]:
         unit_divisor=1000,
         delay=_QUIET_SECONDS,
         leave=False,
+        disable=not show,
     ) as bar:
         yield bar.update

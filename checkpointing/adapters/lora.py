@@ -255,6 +255,7 @@ class MergedStateDict(LazyTensors):
         config: AdapterConfig,
     ) -> None:
         base_source, adapter_source = as_source(base), as_source(adapter)
+        self._base, self._config = base_source, config
         check_adapter(adapter_source.metas, config, shapes_of(base_source), "merging an adapter")
         compute = {name: partial(base_source.read, name) for name in base_source.metas}
         without_bias = []
@@ -280,6 +281,10 @@ class MergedStateDict(LazyTensors):
                 dtype = base_source.metas[name].dtype
                 compute[name] = partial(_read_trained, adapter_source, name, dtype)
         super().__init__(base_source.metas, compute)
+
+    def with_adapter(self, adapter: Mapping[str, Tensor]) -> "MergedStateDict":
+        """The same base with other tensors of such an adapter, as a copy of them."""
+        return MergedStateDict(self._base, adapter, self._config)
 
 
 def _read_bias(
