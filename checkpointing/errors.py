@@ -42,6 +42,10 @@ class OutOfSpaceError(WriteError):
     """The disk, or a quota, has no room for what is to be written."""
 
 
+class RemoteError(CheckpointingError, OSError):
+    """A place that a URL names cannot be reached, or refuses access."""
+
+
 class TensorMismatchError(CheckpointingError, ValueError):
     """Tensors do not fit the model: all problems found, together.
 

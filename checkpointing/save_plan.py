@@ -16,6 +16,8 @@ from checkpointing.storage.tensor_classes import stored_bytes
 MODEL_KEY = "model"
 ADAPTER_KEY = "adapter"
 ADAPTER_CONFIG_KEY = "adapter_config"
+# Of the recipe state: what the run is, of which the manifest tells the names.
+RUN_KEY = "run"
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class AdapterConfig:
         """Reads the ``adapter_config`` entry of a state dict; torchtune's four keys are enough.
 
         Raises:
-            ConfigError: if a key is missing, unknown, of a wrong type, or names another method than LoRA.
+            ConfigError: if a key is missing, unknown, of a wrong type, or names another method than
+                LoRA.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"adapter_config: is {state!r:.80}, but must be a dictionary")
@@ -153,7 +154,7 @@ class AdapterConfig:
             )
         if state.get("peft_type", "LORA") != "LORA":
             raise ConfigError(
-                f"adapter_config: peft_type is {state['peft_type']!r}, and only 'LORA' is supported"
+                f"adapter_config: peft_type {state['peft_type']!r} is not supported, only 'LORA'"
             )
         wrong = [key for key, right in _RIGHT.items() if key in state and not right(state[key])]
         if wrong:

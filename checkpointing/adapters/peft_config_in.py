@@ -4,11 +4,14 @@ Fields, their defaults and the matching of patterns are those of PEFT's ``LoraCo
 (https://github.com/huggingface/peft, ``src/peft/tuners/lora/config.py``).
 """
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointing.adapters.pattern import pattern
 from checkpointing.errors import ConfigError
 
 _MERGE = "merge it with PEFT's merge_and_unload and start from the merged model"
@@ -65,6 +68,17 @@ WITHOUT_EFFECT = (
     "megatron_config",
     "megatron_core",
 )
+# Every one is compared with every module. Far more than modules of a model that has one adapter for
+# each expert of a layer; a pattern takes longer to compare than a name.
+_MOST_ENTRIES = {
+    "rank_pattern": 2000,
+    "alpha_pattern": 2000,
+    "target_modules": 20_000,
+    "target_parameters": 20_000,
+    "exclude_modules": 20_000,
+    "modules_to_save": 20_000,
+    "layers_to_transform": 20_000,
+}
 # The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract the adapter's start from the base, and
 # MiCA holds B fixed.
 _PLAIN_STARTS = (True, False, None, "true", "false", "gaussian", "orthogonal", "eva")
@@ -89,6 +103,7 @@ class PeftSettings:
         modules_to_save: ends of the names of modules that were trained whole.
         lora_bias: whether B has a bias; ``None`` if the config does not say.
         ensure_weight_tying: the output projection of a tied model follows its trained embedding.
+        subject: names the file in errors.
     """
 
     r: int
@@ -105,19 +120,23 @@ class PeftSettings:
     modules_to_save: tuple[str, ...]
     lora_bias: bool | None
     ensure_weight_tying: bool
+    subject: str
 
     def names_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """What patterns may be written for: a module's names, or those of its adapted weight."""
         weights = [f"{name}.weight" for name in names]
-        return (*names, *(weight for weight in weights if _names(self.target_parameters, weight)))
+        return (
+            *names,
+            *(weight for weight in weights if self._names(self.target_parameters, weight)),
+        )
 
     def rank_of(self, names: Sequence[str]) -> int:
         """Rank of a module that goes by these names."""
-        return int(_by_pattern(self.rank_pattern, names, self.r))
+        return int(self._by_pattern(self.rank_pattern, names, self.r))
 
     def alpha_of(self, names: Sequence[str]) -> float:
         """Alpha of a module that goes by these names."""
-        return float(_by_pattern(self.alpha_pattern, names, self.alpha))
+        return float(self._by_pattern(self.alpha_pattern, names, self.alpha))
 
     def saves(self, name: str) -> bool:
         """Whether PEFT trains a module whole: its full name ends with one that is given."""
@@ -131,28 +150,42 @@ class PeftSettings:
             is_head: it is the output projection or the embedding, which ``"all-linear"`` leaves
                 out.
         """
-        if _names(self.exclude_modules, name) or self.saves(name):
+        if self._names(self.exclude_modules, name) or self.saves(name):
             return False
         if self.target_modules == "all-linear":
             return not is_head
         layer = re.match(r".*?\.(\d+)\.", name)
         if self.layers is not None and not (layer and int(layer[1]) in self.layers):
             return False
-        return _names(self.target_modules, name)
+        return self._names(self.target_modules, name)
+
+    def _by_pattern(
+        self, patterns: Mapping[str, float], names: Sequence[str], default: float
+    ) -> float:
+        """The value of the first pattern that matches, as PEFT matches."""
+        for expression, value in patterns.items():
+            with self._saying_where():
+                if any(pattern(_at_the_end(expression)).matches_start(name) for name in names):
+                    return value
+        return default
+
+    def _names(self, targets: tuple[str, ...] | str, name: str) -> bool:
+        if isinstance(targets, str):
+            with self._saying_where():
+                return pattern(targets).matches_all(name)
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+    @contextmanager
+    def _saying_where(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.subject}: {error}") from error
 
 
-def _by_pattern(patterns: Mapping[str, float], names: Sequence[str], default: float) -> float:
-    """The value of the first pattern that matches, as PEFT matches."""
-    for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-            return value
-    return default
-
-
-def _names(targets: tuple[str, ...] | str, name: str) -> bool:
-    if isinstance(targets, str):
-        return bool(re.fullmatch(targets, name))
-    return any(name == target or name.endswith(f".{target}") for target in targets)
+def _at_the_end(expression: str) -> str:
+    """PEFT's expression for a name that ends in what an expression says."""
+    return rf"(.*\.)?({expression})$"
 
 
 def parse_peft_config(config: Mapping[str, Any], subject: str) -> PeftSettings:
@@ -184,7 +217,7 @@ def parse_peft_config(config: Mapping[str, Any], subject: str) -> PeftSettings:
         for name, value in config.items()
         if value and name not in known
     ]
-    problems += _wrong_values(config)
+    problems += _too_many(config) or _wrong_values(config)
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise ConfigError(f"{subject}: cannot be the start of native training\n{lines}")
@@ -204,7 +237,16 @@ def parse_peft_config(config: Mapping[str, Any], subject: str) -> PeftSettings:
         modules_to_save=tuple(config.get("modules_to_save") or ()),
         lora_bias=None if lora_bias is None else bool(lora_bias),
         ensure_weight_tying=bool(config.get("ensure_weight_tying")),
+        subject=subject,
     )
+
+
+def _too_many(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: has {len(config[name])} entries, more than {most}"
+        for name, most in _MOST_ENTRIES.items()
+        if isinstance(config.get(name), list | dict) and len(config[name]) > most
+    ]
 
 
 def _start_problems(start: object) -> list[str]:
@@ -228,11 +270,11 @@ def _wrong_values(config: Mapping[str, Any]) -> list[str]:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         problems.append(f"lora_dropout={dropout!r}: must be a number from 0, below 1")
     for field, is_right in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha)):
-        pattern = config.get(field) or {}
-        if not isinstance(pattern, Mapping) or not all(map(is_right, pattern.values())):
-            problems.append(f"{field}={pattern!r}: must give a positive number for each name")
+        values = config.get(field) or {}
+        if not isinstance(values, Mapping) or not all(map(is_right, values.values())):
+            problems.append(f"{field}={values!r}: must give a positive number for each name")
         else:
-            problems += _bad_expressions(field, pattern)
+            problems += _bad_expressions(field, values)
     for field in ("target_modules", "exclude_modules"):
         value = config.get(field) or []
         if isinstance(value, str):
@@ -259,9 +301,10 @@ def _bad_expressions(field: str, expressions: Iterable[str]) -> list[str]:
     problems = []
     for expression in expressions:
         try:
-            re.compile(expression)
-        except re.error as error:
-            problems.append(f"{field}: {expression!r} is no regular expression ({error})")
+            pattern(expression)
+            pattern(_at_the_end(expression))
+        except ConfigError as error:
+            problems.append(f"{field}: {error}")
     return problems
 
 
@@ -270,7 +313,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_alpha(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _names_or_pattern(value: Any) -> tuple[str, ...] | str:

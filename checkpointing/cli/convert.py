@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.cli.text import count_text, size_text, table
+from checkpointing.printable import printable
 
 if TYPE_CHECKING:
     from checkpointing.mapping.tensors import TensorSource
@@ -130,10 +131,10 @@ def _print_plan(
     count = count_text(len(tensors.metas), "tensor")
     print(f"{count}, {size_text(nbytes)}, in {count_text(len(weight_files), 'file')}")
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     if not args.dry_run:
         return
-    print("files: " + ", ".join([*weight_files, *others]))
+    print("files: " + printable(", ".join([*weight_files, *others])))
     rows = [(name, str(meta)) for name, meta in tensors.metas.items()]
     if len(rows) > 2 * _SHOWN:
         rows = [*rows[:_SHOWN], ("...", ""), *rows[-_SHOWN:]]

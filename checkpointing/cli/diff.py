@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointing.cli.text import count_text, table
+from checkpointing.printable import printable
 
 if TYPE_CHECKING:
     from checkpointing.compare import Difference
@@ -48,7 +49,7 @@ def execute(args: argparse.Namespace) -> int:
 
     pair = open_pair(args.a, args.b, args.model_type, args.base)
     for note in pair.notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     if pair.settings:
         print(f"other hyper-parameters: {len(pair.settings)}")
         rows = [(each.name, each.a, each.b) for each in pair.settings]

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from checkpointing.printable import printable
+
 NO_ADAPTER = "without an adapter"
 NOT_FINITE = "not finite"
 
@@ -110,13 +112,6 @@ def arrange(updates: Mapping[str, float]) -> HeatMap:
     ]
     largest = max(filter(math.isfinite, updates.values()), default=0.0)
     return HeatMap(layers, tuple(rows), tuple(others), largest)
-
-
-def printable(name: str) -> str:
-    """The name with escapes for characters that would steer a terminal: names come from files."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in name
-    )
 
 
 def as_text(heat_map: HeatMap, columns: int) -> list[str]:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.cli.errors import UsageError
-from checkpointing.cli.heat_map import arrange, printable, summary
+from checkpointing.cli.heat_map import arrange, summary
 from checkpointing.cli.heat_map_html import page
 from checkpointing.cli.heat_map_png import check_matplotlib, image
+from checkpointing.printable import printable
 
 _ADVICE = "give the path of a new file, such as updates.png"
 

@@ -19,6 +19,7 @@ from typing import Any
 from checkpointing.cli.heat_map import arrange, as_text
 from checkpointing.cli.heat_map_file import check_file, save
 from checkpointing.cli.text import count_text, size_text
+from checkpointing.printable import printable
 
 _SHOWN_FILES = 4
 _WIDE = 10_000  # A file or a pipe has lines of any width.
@@ -74,7 +75,12 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _lines(rows: Mapping[str, Any]) -> list[str]:
-    shown = {key: value for key, value in rows.items() if value not in (None, "", {}, [])}
+    shown = {
+        # Only an error has several lines.
+        key: value if key == "problem" else printable(str(value))
+        for key, value in rows.items()
+        if value not in (None, "", {}, [])
+    }
     width = max(map(len, shown))
     return [f"  {key:{width}}  {value}" for key, value in shown.items()]
 
@@ -136,7 +142,8 @@ def _pattern(pattern: Mapping[str, float]) -> str:
 
 
 def _checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    source = checkpoint.get("converted_from", {})
+    source = checkpoint.get("converted_from")
+    source = source if isinstance(source, Mapping) else None
     return {
         "step": checkpoint.get("step"),
         "epoch": checkpoint.get("epoch"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from checkpointing.cli.convert import add_common_arguments
 from checkpointing.cli.text import size_text, table
+from checkpointing.printable import printable
 
 if TYPE_CHECKING:
     from checkpointing.merge import Merge, Survival
@@ -53,7 +54,7 @@ def execute(args: argparse.Namespace) -> int:
         args.original_base,
     )
     for note in merge.plan.notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     write_model(merge.plan, args.out, args.overwrite)
     print(f"wrote {args.out} ({merge.plan.format.name}, {size_text(merge.plan.nbytes)})")
     print(_report(merge))

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from checkpointing.printable import printable
+
 
 def size_text(nbytes: int) -> str:
     """A number of bytes in decimal units, such as ``269.0 MB``."""
@@ -20,6 +22,7 @@ def count_text(count: int, noun: str) -> str:
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows in columns of equal width, indented; the first `left` columns are flush left."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -16,6 +16,7 @@ from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.rules import LAYER, Dropped, Rule
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
+from checkpointing.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def read_names(names: Iterable[str], family: Family, subject: str) -> TensorName
             "%s: %s is read as %s, and all others likewise; saved names are as transformers "
             "writes them",
             subject,
-            *found.example,
+            *map(printable, found.example),
         )
     return found
 
