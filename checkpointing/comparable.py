@@ -18,6 +18,7 @@ from checkpointing.adapters.peft_in import peft_weights
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats.detect import FoundModel, find_model
 from checkpointing.mapping.tensors import TensorSource
+from checkpointing.storage.mirror import local
 from checkpointing.storage.paths import path_named
 from checkpointing.storage.read import open_tensor_file, read_json
 
@@ -54,13 +55,18 @@ class Pair:
     notes: tuple[str, ...] = ()
 
 
-def open_pair(a: Path, b: Path, model_type: str | None = None, base: Path | None = None) -> Pair:
+def open_pair(
+    a: str | Path,
+    b: str | Path,
+    model_type: str | None = None,
+    base: str | Path | None = None,
+) -> Pair:
     """Opens the models of two directories, or else their adapters, in native names and layout.
 
     Two PEFT adapters keep PEFT's names and layout, unless their base is given.
 
     Args:
-        a: directory of a model in any format, or of an adapter, native or PEFT's.
+        a: directory of a model in any format, or of an adapter, native or PEFT's; or its URL.
         b: the same.
         model_type: needed where no config file names the family.
         base: base of a PEFT adapter, by default where one of the adapters says that it is.
@@ -71,6 +77,8 @@ def open_pair(a: Path, b: Path, model_type: str | None = None, base: Path | None
             is needed and not there.
         CheckpointingError: if a file is damaged, or does not fit the config or the base.
     """
+    a, b = local(a), local(b)
+    base = None if base is None else local(base)
     first, second = _find_model(a), _find_model(b)
     if first is not None and second is not None:
         return Pair(first.open(model_type).native, second.open(model_type).native)

@@ -6,7 +6,8 @@ writes what it gave.
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,16 @@ from checkpointing.mapping.tensors import TensorSource
 from checkpointing.nearest import hint
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.commit import check_room, recover, staged_directory
+from checkpointing.storage.location import is_remote, path_on_this_machine
 from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
-from checkpointing.storage.paths import is_within
+from checkpointing.storage.mirror import local, origin_of
+from checkpointing.storage.publish import (
+    check_remote_destination,
+    lie_in_each_other,
+    published,
+)
 from checkpointing.storage.read import read_json
+from checkpointing.storage.remote import RemoteDirectory
 from checkpointing.storage.side_files import side_files
 from checkpointing.storage.write import parse_size
 from checkpointing.storage.writer import CheckpointWriter
@@ -81,12 +89,12 @@ class ModelToWrite:
 
 
 def plan_conversion(
-    source: Path, to: str, model_type: str | None = None, max_shard_size: str | int = "5GB"
+    source: str | Path, to: str, model_type: str | None = None, max_shard_size: str | int = "5GB"
 ) -> ModelToWrite:
     """Plans the same model in another format, with the same bits.
 
     Args:
-        source: directory of a model in any format.
+        source: directory of a model in any format, or its URL.
         to: ``"hf"``, ``"meta"`` or ``"tune"``.
         model_type: needed where no config file names the family.
         max_shard_size: largest file; Meta's format has one file for each rank instead.
@@ -96,7 +104,7 @@ def plan_conversion(
         ConfigError: if the format is unknown or cannot hold the model.
         TensorMismatchError: lists every tensor that does not belong to the model.
     """
-    found = find_model(source)
+    found = find_model(local(source))
     return plan_model(found, found.open(model_type), to, max_shard_size)
 
 
@@ -138,7 +146,7 @@ def plan_model(
             "format": to,
             "family": family,
             "converted_from": {
-                "directory": str(found.directory.resolve()),
+                "directory": origin_of(found.directory),
                 "format": found.format.name,
             },
         },
@@ -206,23 +214,29 @@ def _notes(found: FoundModel, model: OpenModel, to: str, copied: set[str]) -> li
     return notes
 
 
-def check_destination(destination: Path, apart_from: tuple[Path, ...], overwrite: bool) -> None:
+def check_destination(
+    destination: str | Path, apart_from: tuple[str | Path, ...], overwrite: bool
+) -> None:
     """Checks that writing a directory can destroy nothing.
 
     Args:
-        destination: the directory to write.
-        apart_from: directories that are read; neither may lie in the other.
+        destination: the directory to write, or its URL.
+        apart_from: directories that are read, or their URLs; neither may lie in the other.
         overwrite: replace a model that was written by the same means before.
 
     Raises:
         ConfigError: if it cannot be written.
     """
     for directory in apart_from:
-        if is_within(destination, directory) or is_within(directory, destination):
+        if lie_in_each_other(destination, directory):
             raise ConfigError(
                 f"{destination} and {directory} lie in each other; choose a place elsewhere, so "
                 "that nothing that is read is overwritten"
             )
+    if is_remote(destination):
+        check_remote_destination(RemoteDirectory(str(destination)), overwrite)
+        return
+    destination = path_on_this_machine(destination)
     if not destination.exists():
         return
     if not overwrite:
@@ -236,29 +250,41 @@ def check_destination(destination: Path, apart_from: tuple[Path, ...], overwrite
         )
 
 
-def write_model(plan: ModelToWrite, destination: Path, overwrite: bool = False) -> None:
+def write_model(plan: ModelToWrite, destination: str | Path, overwrite: bool = False) -> None:
     """Writes a planned model; the directory appears whole, or not at all.
 
     Args:
         plan: from :func:`plan_conversion` or :func:`plan_model`.
-        destination: the directory to write.
+        destination: the directory to write, or its URL.
         overwrite: replace an existing one.
 
     Raises:
         ConfigError: if the destination exists, or lies in the source or around it.
         OutOfSpaceError: if the disk has no room; nothing is written then.
+        WriteError: if the system refuses to write, or it cannot be uploaded.
     """
     check_destination(destination, (plan.source,), overwrite)
-    recover(destination.parent)
-    check_room(destination, plan.nbytes)
-    with (
-        bytes_progress(f"writing {destination.name}", plan.nbytes) as progress,
-        staged_directory(destination) as staging,
-    ):
-        writer = CheckpointWriter(staging, progress)
+    with published(destination) as directory, written(directory, plan.nbytes) as writer:
         for path in plan.side_files:
             writer.copy(path)
         if plan.config_text is not None:
             writer.text(*plan.config_text)
         plan.format.write(writer, plan.tensors, plan.base, plan.options)
         writer.manifest(plan.facts)
+
+
+@contextmanager
+def written(directory: Path, nbytes: int) -> Iterator[CheckpointWriter]:
+    """Yields what writes a directory, which appears whole when the block ends, or not at all.
+
+    Args:
+        directory: to write.
+        nbytes: size of its tensors.
+    """
+    recover(directory.parent)
+    check_room(directory, nbytes)
+    with (
+        bytes_progress(f"writing {directory.name}", nbytes) as progress,
+        staged_directory(directory) as staging,
+    ):
+        yield CheckpointWriter(staging, progress)

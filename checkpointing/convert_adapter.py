@@ -18,7 +18,7 @@ from checkpointing.adapter_checkpoint import (
     write_peft,
 )
 from checkpointing.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, PeftAdapter, to_peft
-from checkpointing.convert import check_destination
+from checkpointing.convert import check_destination, written
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats.base import OpenModel, native_layout
 from checkpointing.formats.detect import find_model
@@ -26,12 +26,11 @@ from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.meta import PARAMS_NAME
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.nf4 import QUANTIZED_BASE_KEY
-from checkpointing.progress import bytes_progress
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
-from checkpointing.storage.commit import check_room, recover, staged_directory
 from checkpointing.storage.fingerprint import fingerprint
+from checkpointing.storage.mirror import local, origin_of
+from checkpointing.storage.publish import published
 from checkpointing.storage.side_files import side_files
-from checkpointing.storage.writer import CheckpointWriter
 
 # In a directory with one of these, transformers and `tune` would look for a model.
 _OF_MODELS = {CONFIG_NAME, PARAMS_NAME, "generation_config.json"}
@@ -97,16 +96,17 @@ def is_adapter(path: Path) -> bool:
 
 
 def plan_adapter_conversion(
-    source: Path,
+    source: str | Path,
     to: str,
-    base: Path | None = None,
+    base: str | Path | None = None,
     form: str = "portable",
     model_type: str | None = None,
 ) -> AdapterToWrite:
     """Plans the same adapter in another form.
 
     Args:
-        source: a native adapter file, a checkpoint that holds one, or a PEFT adapter directory.
+        source: a native adapter file, a checkpoint that holds one, or a PEFT adapter directory; or
+            the URL of one.
         to: ``"peft"``, or ``"tune"`` for native.
         base: directory of the adapter's base in any format; by default where the adapter says that
             it is.
@@ -119,7 +119,8 @@ def plan_adapter_conversion(
             tells the base or the adapter's rank and alpha.
         TensorMismatchError: lists every tensor of the adapter that does not fit the base.
     """
-    place = base or _base_of(open_adapter(source))
+    source = local(source)
+    place = local(base) if base else _base_of(open_adapter(source))
     model = find_model(place).open(model_type)
     adapter = open_adapter(source, model)
     adapter.check_base(model.native, place)
@@ -163,7 +164,7 @@ def _facts(adapter: AdapterCheckpoint, model: OpenModel, base: Path, to: str) ->
         "format": to,
         "family": None if model.config is None else model.config.family,
         "converted_from": {
-            "directory": str(adapter.path.resolve()),
+            "directory": origin_of(adapter.path),
             "format": "peft" if adapter.is_peft else "tune",
         },
         "base": {"directory": str(base.resolve()), "fingerprint": fingerprint(model.native)},
@@ -184,26 +185,21 @@ def _notes(adapter: AdapterCheckpoint) -> list[str]:
     ]
 
 
-def write_adapter(plan: AdapterToWrite, destination: Path, overwrite: bool = False) -> None:
+def write_adapter(plan: AdapterToWrite, destination: str | Path, overwrite: bool = False) -> None:
     """Writes a planned adapter; the directory appears whole, or not at all.
 
     Args:
         plan: from :func:`plan_adapter_conversion`.
-        destination: the directory to write.
+        destination: the directory to write, or its URL.
         overwrite: replace an existing one.
 
     Raises:
         ConfigError: if the destination exists, or lies in what is read or around it.
         OutOfSpaceError: if the disk has no room; nothing is written then.
+        WriteError: if the system refuses to write, or it cannot be uploaded.
     """
     check_destination(destination, (plan.source.path, plan.base), overwrite)
-    recover(destination.parent)
-    check_room(destination, plan.nbytes)
-    with (
-        bytes_progress(f"writing {destination.name}", plan.nbytes) as progress,
-        staged_directory(destination) as staging,
-    ):
-        writer = CheckpointWriter(staging, progress)
+    with published(destination) as directory, written(directory, plan.nbytes) as writer:
         for side_file in plan.side_files:
             writer.copy(side_file)
         if plan.peft is not None:

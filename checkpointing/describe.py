@@ -14,16 +14,17 @@ from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.merge import MeasuredMerge
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.manifest import read_manifest
+from checkpointing.storage.mirror import local
 from checkpointing.storage.read import open_tensor_file
 
 
 def describe(
-    directory: Path, model_type: str | None = None, base: Path | None = None
+    directory: str | Path, model_type: str | None = None, base: str | Path | None = None
 ) -> dict[str, Any]:
     """All that headers, configs and the manifest of a checkpoint tell.
 
     Args:
-        directory: a model in any format, or a checkpoint with an adapter.
+        directory: a model in any format, or a checkpoint with an adapter; or its URL.
         model_type: needed where no config file names the family.
         base: the adapter's base; by default where the manifest says that it was.
 
@@ -35,6 +36,8 @@ def describe(
         CheckpointNotFoundError: if there is neither a model nor an adapter.
         CheckpointingError: if a file is damaged or does not fit the others.
     """
+    path, directory = str(directory), local(directory)
+    base = None if base is None else local(base)
     adapted = has_adapter(directory)
     try:
         model = _describe_model(find_model(directory), model_type)
@@ -43,7 +46,7 @@ def describe(
             raise
         model = None
     return {
-        "path": str(directory),
+        "path": path,
         "model": model,
         "adapter": _describe_adapter(directory, model_type, base) if adapted else None,
         "checkpoint": _describe_checkpoint(read_manifest(directory)),

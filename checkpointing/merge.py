@@ -14,6 +14,7 @@ from checkpointing.adapters.lora import MergedStateDict, adapter_modules, traine
 from checkpointing.convert import ModelToWrite, plan_model
 from checkpointing.formats.detect import find_model
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.storage.mirror import local, origin_of
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ class Merge:
 
 
 def plan_merge(
-    base: Path,
-    adapter: Path,
+    base: str | Path,
+    adapter: str | Path,
     to: str | None = None,
     model_type: str | None = None,
     max_shard_size: str | int = "5GB",
@@ -188,8 +189,8 @@ def plan_merge(
     dtype, so that the model is the one that was trained.
 
     Args:
-        base: directory of a model in any format.
-        adapter: a checkpoint of an adapter run, or a PEFT adapter directory.
+        base: directory of a model in any format, or its URL.
+        adapter: a checkpoint of an adapter run, or a PEFT adapter directory; or its URL.
         to: format to write, by default the base's.
         model_type: needed where no config file names the family.
         max_shard_size: largest file.
@@ -200,6 +201,7 @@ def plan_merge(
         ConfigError: if the adapter was trained on another base.
         TensorMismatchError: lists every tensor of the adapter that does not fit the base.
     """
+    base, adapter = local(base), local(adapter)
     found = find_model(base)
     model = found.open(model_type)
     opened = open_adapter(adapter, model)
@@ -209,7 +211,7 @@ def plan_merge(
     merged = MeasuredMerge(weights, opened.tensors, opened.config)
     merged_model = replace(model, native=merged)
     plan = plan_model(found, merged_model, to or found.format.name, max_shard_size)
-    facts = {**plan.facts, "merged_adapter": str(adapter.resolve())}
+    facts = {**plan.facts, "merged_adapter": origin_of(adapter)}
     notes = plan.notes
     if rounding is not None:
         notes += (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from checkpointing.cli.errors import UsageError
 from checkpointing.nearest import hint
+from checkpointing.storage.location import is_remote
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -94,6 +95,10 @@ def _find(name: str, shipped: list[Entry], what: str, suffixes: tuple[str, ...])
             f"(`tune ls` shows all; a {what} of your own is given by its path, "
             f"ending in {suffixes[0]})"
         )
+    if is_remote(name):
+        from checkpointing.storage.mirror import local
+
+        path = local(name)
     if not path.is_file():
         near = hint(path.with_suffix("").as_posix(), known)
         raise UsageError(f"the {what} file {name} does not exist; of the shipped ones, {near}")

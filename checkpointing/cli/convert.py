@@ -1,7 +1,8 @@
 """Convert a model to another format, bit for bit, or an adapter to PEFT's form and back.
 
 The format of SRC is recognised. No model is built; tensors are converted one at a time. Config,
-tokenizer and licence come along; a config file that the target needs and SRC lacks is made.
+tokenizer and licence come along; a config file that the target needs and SRC lacks is made. Either
+may be a URL, such as s3://bucket/model.
 
 An adapter needs its base, which is where its manifest or adapter_config.json says, or --base.
 
@@ -14,11 +15,11 @@ examples:
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.cli.text import count_text, size_text, table
 from checkpointing.printable import printable
+from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
     from checkpointing.mapping.tensors import TensorSource
@@ -29,9 +30,9 @@ _SHOWN = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune convert`."""
     parser.add_argument(
-        "source", metavar="SRC", type=Path, help="directory of a model, or an adapter"
+        "source", metavar="SRC", type=path_or_url, help="directory of a model, or an adapter"
     )
-    parser.add_argument("destination", metavar="DST", type=Path, help="directory to write")
+    parser.add_argument("destination", metavar="DST", type=path_or_url, help="directory to write")
     parser.add_argument(
         "--to",
         choices=("hf", "meta", "tune", "peft"),
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_common_arguments(parser)
     parser.add_argument(
-        "--base", metavar="DIR", type=Path, help="the adapter's base, in any format"
+        "--base", metavar="DIR", type=path_or_url, help="the adapter's base, in any format"
     )
     parser.add_argument(
         "--adapter-form",
@@ -77,8 +78,10 @@ def execute(args: argparse.Namespace) -> int:
     """Writes DST, or with --dry-run prints what it would hold."""
     from checkpointing.convert_adapter import is_adapter
     from checkpointing.errors import ConfigError
+    from checkpointing.storage.mirror import local
 
-    if args.to == "peft" or (args.to == "tune" and is_adapter(args.source)):
+    args.source_here = local(args.source)
+    if args.to == "peft" or (args.to == "tune" and is_adapter(args.source_here)):
         return _convert_adapter(args)
     if args.base is not None or args.adapter_form is not None:
         raise ConfigError(
@@ -92,7 +95,7 @@ def _convert_model(args: argparse.Namespace) -> int:
     from checkpointing.convert import check_destination, plan_conversion, write_model
 
     check_destination(args.destination, (args.source,), args.overwrite)
-    plan = plan_conversion(args.source, args.to, args.model_type, args.max_shard_size)
+    plan = plan_conversion(args.source_here, args.to, args.model_type, args.max_shard_size)
     config = [] if plan.config_text is None else [plan.config_text[0]]
     others = [*config, *(path.name for path in plan.side_files)]
     _print_plan(args, plan.facts, plan.tensors, plan.notes, (plan.weight_files, others))
@@ -108,7 +111,7 @@ def _convert_adapter(args: argparse.Namespace) -> int:
 
     check_destination(args.destination, (args.source,), args.overwrite)
     form = args.adapter_form or "portable"
-    plan = plan_adapter_conversion(args.source, args.to, args.base, form, args.model_type)
+    plan = plan_adapter_conversion(args.source_here, args.to, args.base, form, args.model_type)
     files = plan.files, plan.other_files
     _print_plan(args, plan.facts, plan.tensors, plan.notes, files)
     if not args.dry_run:

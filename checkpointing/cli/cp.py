@@ -7,17 +7,17 @@ examples:
 
 import argparse
 import shutil
-from pathlib import Path
 
 from checkpointing.cli.catalog import Entry, configs, recipes
 from checkpointing.cli.errors import UsageError
 from checkpointing.nearest import hint
+from checkpointing.storage.location import path_on_this_machine, path_or_url
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune cp`."""
     parser.add_argument("name", metavar="NAME", help="recipe or config, as `tune ls` shows it")
-    parser.add_argument("destination", metavar="DEST", type=Path, help="file or directory")
+    parser.add_argument("destination", metavar="DEST", type=path_or_url, help="file or directory")
     parser.add_argument(
         "-n", "--no-clobber", action="store_true", help="do not overwrite an existing file"
     )
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Copies the file, with .py or .yaml added to the destination where it lacks it."""
     source = _source(args.name)
-    destination: Path = args.destination
+    destination = path_on_this_machine(args.destination)
     if destination.is_dir():
         destination = destination / source.path.name
     suffixes = (".py",) if source.path.suffix == ".py" else (".yaml", ".yml")

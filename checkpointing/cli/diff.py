@@ -10,11 +10,11 @@ examples:
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointing.cli.text import count_text, table
 from checkpointing.printable import printable
+from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
     from checkpointing.compare import Difference
@@ -24,12 +24,14 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune diff`."""
-    parser.add_argument("a", metavar="A", type=Path, help="directory of a model or an adapter")
-    parser.add_argument("b", metavar="B", type=Path, help="the same, in any format")
+    parser.add_argument(
+        "a", metavar="A", type=path_or_url, help="directory of a model or an adapter"
+    )
+    parser.add_argument("b", metavar="B", type=path_or_url, help="the same, in any format")
     parser.add_argument(
         "--base",
         metavar="DIR",
-        type=Path,
+        type=path_or_url,
         help="base of a PEFT adapter, if it is not where the adapter says",
     )
     parser.add_argument(

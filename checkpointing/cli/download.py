@@ -12,8 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-from checkpointing.cli.cache import cache_dir
 from checkpointing.cli.errors import DownloadError, UsageError
+from checkpointing.storage.cache import cache_dir
+from checkpointing.storage.location import path_on_this_machine, path_or_url
 
 _DEMO_NAMES = ("demo", "smollm2-demo")
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
-        type=Path,
+        type=path_or_url,
         help="directory for the model; its name in ~/.cache/tunepoint if left out",
     )
     parser.add_argument(
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Downloads the model and prints where it lies."""
+    if args.output_dir is not None:
+        path_on_this_machine(args.output_dir)
     if args.repo in _DEMO_NAMES:
         from checkpointing.cli.demo import DIRECTORY_NAME, prepare_demo
 

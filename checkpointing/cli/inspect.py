@@ -20,6 +20,7 @@ from checkpointing.cli.heat_map import arrange, as_text
 from checkpointing.cli.heat_map_file import check_file, save
 from checkpointing.cli.text import count_text, size_text
 from checkpointing.printable import printable
+from checkpointing.storage.location import path_or_url
 
 _SHOWN_FILES = 4
 _WIDE = 10_000  # A file or a pipe has lines of any width.
@@ -27,10 +28,10 @@ _WIDE = 10_000  # A file or a pipe has lines of any width.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune inspect`."""
-    parser.add_argument("path", metavar="PATH", type=Path, help="directory of a checkpoint")
+    parser.add_argument("path", metavar="PATH", type=path_or_url, help="directory of a checkpoint")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument(
-        "--base", metavar="DIR", type=Path, help="the adapter's base, if it has been moved"
+        "--base", metavar="DIR", type=path_or_url, help="the adapter's base, if it has been moved"
     )
     parser.add_argument(
         "--model-type",

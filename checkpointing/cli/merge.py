@@ -12,12 +12,12 @@ example:
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointing.cli.convert import add_common_arguments
 from checkpointing.cli.text import size_text, table
 from checkpointing.printable import printable
+from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
     from checkpointing.merge import Merge, Survival
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune merge`."""
-    parser.add_argument("base", metavar="BASE", type=Path, help="directory of the base model")
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="checkpoint with an adapter")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    parser.add_argument(
+        "base", metavar="BASE", type=path_or_url, help="directory of the base model"
+    )
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", type=path_or_url, help="checkpoint with an adapter"
+    )
+    parser.add_argument("out", metavar="OUT", type=path_or_url, help="directory to write")
     parser.add_argument(
         "--to", choices=("hf", "meta", "tune"), help="format of OUT; that of BASE if left out"
     )

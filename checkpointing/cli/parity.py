@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from checkpointing.cli.errors import UsageError
 from checkpointing.errors import CheckpointNotFoundError
+from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,22 +57,24 @@ class Comparison:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune parity`."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="its directory")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path_or_url, help="its directory")
     parser.add_argument(
         "--base",
         metavar="DIR",
-        type=Path,
+        type=path_or_url,
         help="the model that was fine-tuned; as adapter_config.json says if left out",
     )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Prints the differences; 1 if one is a failure."""
-    checkpoint: Path = args.checkpoint
+    from checkpointing.storage.mirror import local
+
+    checkpoint = local(args.checkpoint, whole=True)
     if not checkpoint.is_dir():
         raise CheckpointNotFoundError(f"there is no checkpoint directory {checkpoint}")
     _check_installed()
-    comparisons = compare(checkpoint, args.base)
+    comparisons = compare(checkpoint, None if args.base is None else local(args.base))
     print(f"largest difference of the fp32 logits, {len(_PROMPTS)} prompts, native model against")
     width = max(len(each.other) for each in comparisons)
     for each in comparisons:

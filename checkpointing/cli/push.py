@@ -12,17 +12,17 @@ examples:
 
 import argparse
 import sys
-from pathlib import Path
 
 from checkpointing.cli.errors import UsageError
 from checkpointing.cli.push_hub import Destination, send
 from checkpointing.cli.text import count_text, size_text, table
+from checkpointing.storage.location import path_or_url
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune push`."""
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT_DIR", type=Path, help="such as epoch_0 of a run"
+        "checkpoint", metavar="CHECKPOINT_DIR", type=path_or_url, help="such as epoch_0 of a run"
     )
     parser.add_argument(
         "repo_id", metavar="REPO_ID", help="owner/name on the Hub; it is made if need be"
@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the base's repository, where the checkpoint cannot tell it",
     )
     parser.add_argument(
-        "--config", metavar="CONFIG", help="the recipe's config, which the model card names"
+        "--config",
+        metavar="CONFIG",
+        help="the recipe's config, which the model card names; that of the run if left out",
     )
     parser.add_argument(
         "--token",
@@ -62,8 +64,9 @@ def execute(args: argparse.Namespace) -> int:
     from checkpointing.model_card import card_text
     from checkpointing.push import CARD_NAME, check_content, plan_upload
 
-    recipe, config = _recipe_and_config(args.config)
+    named = None if args.config is None else _recipe_and_config(args.config)
     upload = plan_upload(args.checkpoint, args.merged, args.base_model)
+    recipe, config = named or (upload.recipe, upload.config)
     own_card = None if upload.card is None else upload.card.read_text(encoding="utf-8-sig")
 
     def card(existing: str | None) -> str:
@@ -117,10 +120,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def _recipe_and_config(name: str | None) -> tuple[str | None, str | None]:
+def _recipe_and_config(name: str) -> tuple[str | None, str]:
     """Names of the recipe and the config, without the directories of this machine."""
-    if name is None:
-        return None, None
     from checkpointing.cli.catalog import find_config, recipe_of
 
     config = find_config(name)

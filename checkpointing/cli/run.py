@@ -22,6 +22,7 @@ from checkpointing.cli.catalog import Entry, find_config, find_recipe, recipe_of
 from checkpointing.cli.errors import UsageError
 from checkpointing.cli.recipe_file import load_recipe
 from checkpointing.errors import CheckpointNotFoundError
+from checkpointing.storage.location import is_remote
 
 _INTERRUPTED = 130
 
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Imports the recipe and calls its ``main`` with the config."""
     from checkpointing.training.config import load_config
+    from checkpointing.training.run_record import names_of_run
+    from checkpointing.training.signals import StoppedBySignal
 
     recipe, config = find_recipe(args.recipe), find_config(args.config)
     _check_pair(recipe, config)
@@ -46,7 +49,11 @@ def execute(args: argparse.Namespace) -> int:
     cfg = load_config(config.path, args.overrides, known_keys=module.config_keys)
     _check_downloaded(cfg, args.config)
     try:
-        module.main(cfg)
+        with names_of_run(recipe.name, config.name):
+            module.main(cfg)
+    except StoppedBySignal as stop:
+        print(f"\n{stop.signal.name}: {_how_to_go_on(cfg, args)}", file=sys.stderr)
+        return 128 + stop.signal
     except KeyboardInterrupt:
         print(f"\n{_how_to_go_on(cfg, args)}", file=sys.stderr)
         return _INTERRUPTED
@@ -65,6 +72,8 @@ def _check_pair(recipe: Entry, config: Entry) -> None:
 
 def _check_downloaded(cfg: Any, config: str) -> None:
     directory = _selected(cfg, "checkpointer.checkpoint_dir")
+    if is_remote(directory):
+        return  # The checkpointer says what is not there.
     if isinstance(directory, str) and not Path(directory).is_dir():
         raise CheckpointNotFoundError(
             f"checkpointer.checkpoint_dir: there is no directory {directory}; download the model "
@@ -74,13 +83,17 @@ def _check_downloaded(cfg: Any, config: str) -> None:
 
 
 def _how_to_go_on(cfg: Any, args: argparse.Namespace) -> str:
-    command = ["tune", "run", args.recipe, "--config", args.config, *args.overrides]
+    from checkpointing.storage.mirror import place_for
+
+    key = "resume_from_checkpoint="
+    overrides = [each for each in args.overrides if not each.removeprefix("+").startswith(key)]
+    command = ["tune", "run", args.recipe, "--config", args.config, *overrides]
     output_dir = _selected(cfg, "output_dir")
-    saved = isinstance(output_dir, str) and any(Path(output_dir).glob("[!.]*/manifest.json"))
+    place = place_for(output_dir, "write") if is_remote(output_dir) else output_dir
+    saved = isinstance(place, str | Path) and any(Path(place).glob("[!.]*/manifest.json"))
     if not saved:
         return f"interrupted before the first checkpoint; start again with: {shlex.join(command)}"
-    if "resume_from_checkpoint=True" not in command:
-        command.append("resume_from_checkpoint=True")
+    command.append(f"{key}True")
     return f"interrupted; go on from the last checkpoint with: {shlex.join(command)}"
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from checkpointing.cli.text import count_text, size_text
 from checkpointing.printable import printable, printable_lines
+from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
     from checkpointing.verify import Verification
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `tune verify`."""
     parser.add_argument(
-        "directories", metavar="DIR", type=Path, nargs="+", help="directory of a checkpoint"
+        "directories", metavar="DIR", type=path_or_url, nargs="+", help="directory of a checkpoint"
     )
     parser.add_argument("--json", action="store_true", help="print what is found as JSON")
     parser.add_argument(
@@ -55,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
     return int(any(each.problems for each in found.values()))
 
 
-def _lines(directory: Path, found: "Verification") -> list[str]:
+def _lines(directory: Path | str, found: "Verification") -> list[str]:
     amount = f"{count_text(found.files, 'file')}, {size_text(found.nbytes)}"
     if found.problems:
         problems = [f"  - {printable_lines(problem)}" for problem in found.problems]

@@ -1,7 +1,7 @@
 """The files beside the weights: config, tokenizer, licence."""
 
 import logging
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from checkpointing.printable import printable
 from checkpointing.storage.paths import leads_nowhere_else
@@ -17,7 +17,12 @@ _CARD = "readme.md"
 
 def is_weight_file(path: Path) -> bool:
     """Whether a file may hold weights, as its name tells."""
-    return path.suffix in _WEIGHTS and path.is_file()
+    return is_weight_name(path.name) and path.is_file()
+
+
+def is_weight_name(name: str) -> bool:
+    """Whether a file of this name may hold weights."""
+    return PurePath(name).suffix in _WEIGHTS
 
 
 def side_files(directory: Path) -> list[Path]:

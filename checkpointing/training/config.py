@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from checkpointing.errors import ConfigError
 from checkpointing.nearest import hint
+from checkpointing.storage.mirror import local
 from checkpointing.training.components import (
     COMPONENT,
     instantiate,
@@ -34,7 +35,7 @@ def load_config(
     """Reads a config file and applies overrides to it.
 
     Args:
-        path: a YAML file whose top level is a mapping.
+        path: a YAML file, or its URL, whose top level is a mapping.
         overrides: ``key=value`` (nested ``a.b=v``, lists ``k=[a,b]``), ``~key`` to delete, and
             ``+key=value`` for a key that is neither in the file nor declared. A bare class name
             given to a component (``optimizer=torch.optim.SGD``) replaces its class only.
@@ -44,7 +45,7 @@ def load_config(
     Raises:
         ConfigError: if the file is not there or is not such YAML, or a key is unknown.
     """
-    config = _read(Path(path))
+    config = _read(local(path))
     apply_overrides(config, overrides, known_keys)
     problems = _unknown(config, known_keys or (), "")
     if problems:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.errors import CheckpointingError, CheckpointNotFoundError, ConfigError
+from checkpointing.storage.mirror import local
 
 ROLES = ("system", "user", "assistant")
 
@@ -18,8 +19,9 @@ def read_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
     """Rows of one source, each with the place to name in an error.
 
     Args:
-        source: a ``.jsonl`` file (an object per line), a ``.json`` file (a list of objects), or
-            what the library ``datasets`` loads: a directory or a name on the Hugging Face Hub.
+        source: a ``.jsonl`` file (an object per line), a ``.json`` file (a list of objects), the
+            URL of one, or what the library ``datasets`` loads: a directory or a name on the Hugging
+            Face Hub.
         split: of a dataset that ``datasets`` loads.
 
     Raises:
@@ -27,10 +29,11 @@ def read_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
         CheckpointNotFoundError: if a file does not exist.
         ConfigError: if the library ``datasets`` is needed and not installed.
     """
-    path = Path(source)
-    if path.suffix not in (".jsonl", ".json"):
+    if Path(source).suffix not in (".jsonl", ".json"):
         yield from _read_dataset(source, split)
-    elif not path.is_file():
+        return
+    path = local(source)
+    if not path.is_file():
         raise CheckpointNotFoundError(f"{path} does not exist; set dataset.source to a file")
     elif path.suffix == ".jsonl":
         yield from _read_json_lines(path)

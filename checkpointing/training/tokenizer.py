@@ -5,6 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, processors
 
 from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from checkpointing.storage.mirror import local
 from checkpointing.training.chat_template import Messages, read_chat_template, read_special_tokens
 
 IGNORED = -100
@@ -15,7 +16,7 @@ class ChatTokenizer:
     """A Hugging Face directory's ``tokenizer.json`` and chat template.
 
     Args:
-        path: the directory.
+        path: the directory, or its URL.
         max_seq_len: longer conversations are cut to this many tokens; ``None``: never.
 
     Raises:
@@ -25,7 +26,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, path: str | Path, max_seq_len: int | None = None) -> None:
-        directory = Path(path)
+        directory = local(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise CheckpointNotFoundError(

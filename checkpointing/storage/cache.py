@@ -1,4 +1,4 @@
-"""Where downloaded models are kept.
+"""Where downloaded models, and copies of what lies on other machines, are kept.
 
 The shipped configs spell the same rule out as
 `${oc.env:TUNEPOINT_CACHE,${oc.env:XDG_CACHE_HOME,${oc.env:HOME}/.cache}/tunepoint}`.
