@@ -43,7 +43,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
         OutOfSpaceError: if the disk or a quota is full.
         WriteError: if the system refuses to write for another reason.
     """
-    with _named_errors(final, "could not be saved"), ExitStack() as held:
+    with named_errors(final, "could not be saved"), ExitStack() as held:
         make_directory(final.parent)
         staging = _hidden(final, "saving")
         with _locked(final.parent, wait=True):
@@ -75,8 +75,10 @@ def _put_in_place(staging: Path, final: Path) -> None:
                     replaced.rename(final)
                 raise
             _sync(final.parent)
-            # By this name it will never be put back, once a part of it is removed.
-            replaced.rename(staging)
+            # By this name it will never be put back, once a part of it is removed. If that is
+            # refused, the new one is in place all the same, and `recover` does the rest.
+            with suppress(OSError):
+                replaced.rename(staging)
 
 
 def _hidden(final: Path, what: str) -> Path:
@@ -93,7 +95,7 @@ def recover(output_dir: Path) -> None:
     if not output_dir.is_dir():
         return
     with (
-        _named_errors(output_dir, "what a killed run left cannot be removed"),
+        named_errors(output_dir, "what a killed run left cannot be removed"),
         _locked(output_dir, wait=True),
     ):
         for path in sorted(output_dir.iterdir()):
@@ -127,7 +129,7 @@ def remove_directory(directory: Path) -> None:
         OutOfSpaceError: if the disk or a quota is full.
         WriteError: if the system refuses it for another reason.
     """
-    with _named_errors(directory, "could not be removed"):
+    with named_errors(directory, "could not be removed"):
         doomed = _hidden(directory, "saving")
         directory.rename(doomed)
         _discard(doomed)
@@ -146,12 +148,18 @@ def _discard(hidden: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and those above it that are missing, so that they outlast a power loss."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    if missing:
-        directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        _sync(path.parent)
+    """Makes a directory and those above it that are missing, so that they outlast a power loss.
+
+    Raises:
+        OutOfSpaceError: if the disk or a quota is full.
+        WriteError: if the system refuses it for another reason.
+    """
+    with named_errors(directory, "could not be made"):
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        if missing:
+            directory.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            _sync(path.parent)
 
 
 @contextmanager
@@ -184,8 +192,17 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
-def _named_errors(directory: Path, what: str) -> Iterator[None]:
-    """Makes an error of the system, raised in the block, one that says what to do."""
+def named_errors(directory: Path, what: str) -> Iterator[None]:
+    """Makes an error of the system, raised in the block, one that says what to do.
+
+    Args:
+        directory: that is written to.
+        what: what went wrong, after the directory's name.
+
+    Raises:
+        OutOfSpaceError: if the disk or a quota is full.
+        WriteError: if the system refuses to write for another reason.
+    """
     try:
         yield
     except CheckpointingError:

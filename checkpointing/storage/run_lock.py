@@ -4,15 +4,16 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from checkpointing.errors import ConfigError
+from checkpointing.storage.commit import named_errors
 
 LOCK_NAME = ".run.lock"
 
 # Directories that this process has claimed, so that a save within a run need not claim its own.
-_claimed: set[Path] = set()
+_claimed: dict[Path, int] = {}
 
 
 @contextmanager
@@ -24,20 +25,26 @@ def claimed(output_dir: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: if another process has claimed it; says which one.
+        OutOfSpaceError: if the disk or a quota is full.
+        WriteError: if the system refuses to write the lock's file for another reason.
     """
     key = output_dir.resolve()
     if key in _claimed:
         yield
         return
     path = output_dir / LOCK_NAME
-    descriptor = _lock(path)
-    _claimed.add(key)
+    with named_errors(output_dir, f"{LOCK_NAME} cannot be written"):
+        descriptor = _lock(path)
+    _claimed[key] = descriptor
     try:
         yield
     finally:
-        _claimed.discard(key)
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+        # Not in a process that was forked within the block.
+        if _claimed.pop(key, None) is not None:
+            # The disk may have become read-only, which must not hide why the block ended.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
@@ -68,3 +75,13 @@ def _is_the_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _let_go() -> None:
+    """In a process that was forked, such as a data loader's worker: the claims are its parent's."""
+    for descriptor in _claimed.values():
+        os.close(descriptor)
+    _claimed.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

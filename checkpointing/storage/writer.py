@@ -76,7 +76,12 @@ class CheckpointWriter:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[DigestingFile]:
-        with (self.directory / name).open("wb", buffering=0) as raw:
-            file = DigestingFile(raw)
-            yield file
+        path = self.directory / name
+        try:
+            with path.open("wb") as raw:
+                file = DigestingFile(raw)
+                yield file
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
         self._digests[self._prefix + name] = file.digest()
