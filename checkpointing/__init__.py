@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     )
     from checkpointing.errors import CheckpointingError
     from checkpointing.mapping.model_config import ModelConfig
+    from checkpointing.retention import Retention
 
 __all__ = [
     "AdapterConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "FullModelTorchTuneCheckpointer",
     "MergedStateDict",
     "ModelConfig",
+    "Retention",
     "merged_weight",
 ]
 
@@ -34,6 +36,7 @@ _HOMES = {
     "FullModelTorchTuneCheckpointer": "checkpointing.checkpointers",
     "MergedStateDict": "checkpointing.adapters",
     "ModelConfig": "checkpointing.mapping.model_config",
+    "Retention": "checkpointing.retention",
     "merged_weight": "checkpointing.adapters",
 }
 

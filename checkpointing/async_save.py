@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,9 @@ from torch import Tensor
 
 from checkpointing.adapters.lora import MergedStateDict
 from checkpointing.full_model import FullModelCheckpointer
-from checkpointing.save_plan import ADAPTER_KEY, MODEL_KEY, directory_name
+from checkpointing.save_plan import ADAPTER_KEY, MODEL_KEY, SaveTimes, directory_name
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SaveTimes:
-    """What a save cost, in seconds.
-
-    Attributes:
-        blocked: that the trainer waited, for the copy and for the save before it.
-        written: that the writing took in the background.
-    """
-
-    blocked: float
-    written: float
 
 
 class AsyncCheckpointer:

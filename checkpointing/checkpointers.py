@@ -20,6 +20,7 @@ from checkpointing.formats.hf import config_for_weights
 from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.full_model import FullModelCheckpointer
 from checkpointing.mapping.tensors import TensorSource
+from checkpointing.retention import Retention
 from checkpointing.save_plan import SavePlan
 from checkpointing.storage.writer import CheckpointWriter
 
@@ -55,6 +56,7 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
         max_shard_size: largest weight file, such as ``"5GB"`` or a number of bytes.
         adapter_form: ``"portable"`` writes adapters as inference engines read them, with one rank
             and scale for all modules; ``"exact"`` with the ranks and scales that they have.
+        retention: which checkpoints to keep, where it is not the last n.
 
     Raises:
         CheckpointNotFoundError: if a directory or file is missing.
@@ -79,6 +81,7 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
         *,
         max_shard_size: str | int = "5GB",
         adapter_form: str = "portable",
+        retention: Retention | None = None,
     ) -> None:
         check_form(adapter_form)
         self._adapter_form = adapter_form
@@ -94,6 +97,7 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
             enable_dcp,
             safe_serialization,
             max_shard_size,
+            retention,
         )
 
     @property
@@ -162,6 +166,8 @@ class _OneLayoutCheckpointer(FullModelCheckpointer):
         should_load_recipe_state: bool | str = False,
         keep_last_n_checkpoints: int | None = None,
         enable_dcp: bool = False,
+        *,
+        retention: Retention | None = None,
     ) -> None:
         super().__init__(
             checkpoint_dir,
@@ -175,6 +181,7 @@ class _OneLayoutCheckpointer(FullModelCheckpointer):
             enable_dcp,
             safe_serialization=False,
             max_shard_size=None,
+            retention=retention,
         )
 
 
@@ -197,6 +204,7 @@ class FullModelMetaCheckpointer(_OneLayoutCheckpointer):
             from the directory that is given instead of ``True``.
         keep_last_n_checkpoints: remove this run's older checkpoints after a save.
         enable_dcp: not supported.
+        retention: which checkpoints to keep, where it is not the last n.
 
     Raises:
         CheckpointNotFoundError: if a directory or file is missing.
@@ -225,6 +233,7 @@ class FullModelTorchTuneCheckpointer(_OneLayoutCheckpointer):
             from the directory that is given instead of ``True``.
         keep_last_n_checkpoints: remove this run's older checkpoints after a save.
         enable_dcp: not supported.
+        retention: which checkpoints to keep, where it is not the last n.
 
     Raises:
         CheckpointNotFoundError: if a directory or file is missing.

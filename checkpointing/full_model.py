@@ -23,21 +23,28 @@ from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.tensors import TensorSource, as_source, shapes_of
 from checkpointing.nf4 import QUANTIZED_BASE_KEY
 from checkpointing.progress import bytes_progress
+from checkpointing.remote_output import RemoteOutput
 from checkpointing.resume import (
     RECIPE_STATE_NAME,
     SavedCheckpoint,
     check_recipe_state,
     checkpoint_to_resume,
     load_recipe_state,
-    remove_old_checkpoints,
 )
-from checkpointing.retention import METRICS_KEY, finite
+from checkpointing.retention import (
+    METRICS_KEY,
+    Retention,
+    finite,
+    remove_old_checkpoints,
+    retention_of,
+)
 from checkpointing.save_plan import (
     ADAPTER_CONFIG_KEY,
     ADAPTER_KEY,
     MODEL_KEY,
     RUN_KEY,
     SavePlan,
+    SaveTimes,
     adapter_config_of,
     directory_name,
 )
@@ -48,8 +55,10 @@ from checkpointing.storage.commit import (
     staged_directory,
 )
 from checkpointing.storage.fingerprint import fingerprint
+from checkpointing.storage.location import is_remote, path_on_this_machine
 from checkpointing.storage.manifest import MANIFEST_NAME
-from checkpointing.storage.paths import is_within
+from checkpointing.storage.mirror import local, origin_of
+from checkpointing.storage.publish import lie_in_each_other
 from checkpointing.storage.run_lock import claimed
 from checkpointing.storage.side_files import side_files
 from checkpointing.storage.write import parse_size
@@ -59,9 +68,14 @@ logger = logging.getLogger(__name__)
 
 
 class FullModelCheckpointer:
-    """What the checkpointers of all formats have in common."""
+    """What the checkpointers of all formats have in common.
+
+    Attributes:
+        times: what the last save cost.
+    """
 
     _format: ClassVar[Format]
+    times: SaveTimes | None = None
 
     def __init__(
         self,
@@ -76,23 +90,26 @@ class FullModelCheckpointer:
         enable_dcp: bool,
         safe_serialization: bool,
         max_shard_size: str | int | None,
+        retention: Retention | None,
     ) -> None:
-        self._checkpoint_dir = Path(checkpoint_dir)
-        self._output_dir = None if output_dir is None else Path(output_dir)
+        if output_dir is not None and lie_in_each_other(checkpoint_dir, output_dir):
+            raise ConfigError(
+                f"output_dir {output_dir} and checkpoint_dir {checkpoint_dir} lie in each other; "
+                "choose an output_dir elsewhere, so that no save can overwrite what was loaded"
+            )
+        self._remote = RemoteOutput(str(output_dir)) if is_remote(output_dir) else None
+        self._output_dir = self._remote.directory if self._remote else _path(output_dir)
+        self._checkpoint_dir = local(checkpoint_dir)
         self._model_type = getattr(model_type, "name", model_type)
         self._safe_serialization = safe_serialization
         self._max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
-        self._keep_last_n = keep_last_n_checkpoints
+        self._retention = retention_of(keep_last_n_checkpoints, retention)
         if enable_dcp:
             raise ConfigError("enable_dcp: distributed checkpoints are not supported yet; leave it")
-        if keep_last_n_checkpoints is not None and keep_last_n_checkpoints < 1:
-            raise ConfigError(
-                f"keep_last_n_checkpoints: {keep_last_n_checkpoints} would keep nothing; "
-                "give 1 or more, or leave it out to keep all"
-            )
-        self._check_directories()
+        self._check_checkpoint_dir()
         self._files = self._find_weights(checkpoint_files, bool(resume))
         self._resumed: SavedCheckpoint | None = None
+        self._is_loaded = False
         if self._output_dir is not None:
             recover(self._output_dir)
         if resume:
@@ -104,19 +121,11 @@ class FullModelCheckpointer:
             self._resumed.manifest["run_id"] if self._resumed is not None else uuid.uuid4().hex
         )
 
-    def _check_directories(self) -> None:
+    def _check_checkpoint_dir(self) -> None:
         if not self._checkpoint_dir.is_dir():
             raise CheckpointNotFoundError(
                 f"checkpoint_dir: {self._checkpoint_dir} is no directory; "
                 "download the model first, or correct the path"
-            )
-        output = self._output_dir
-        if output is None:
-            return
-        if is_within(output, self._checkpoint_dir) or is_within(self._checkpoint_dir, output):
-            raise ConfigError(
-                f"output_dir {output} and checkpoint_dir {self._checkpoint_dir} lie in each other; "
-                "choose an output_dir elsewhere, so that no save can overwrite what was loaded"
             )
 
     def _find_weights(self, checkpoint_files: CheckpointFiles, resume: bool) -> list[Path]:
@@ -131,13 +140,18 @@ class FullModelCheckpointer:
     def _locate_resumed(
         self, directory: Path, resume: bool | str | Path, recipe_checkpoint: str | Path | None
     ) -> None:
+        if not isinstance(resume, bool):
+            resume = local(resume)
         # Weights, adapter and recipe state must be of one checkpoint: a recipe state that is named
         # decides which. One without a manifest is torchtune's, whose users name the other files.
         named = self._locate(recipe_checkpoint, RECIPE_STATE_NAME)
         if named is not None and not (named.parent / MANIFEST_NAME).is_file():
             return
         wanted = resume if named is None else named.parent
-        self._resumed = checkpoint_to_resume(directory, wanted, ADAPTER_NAME)
+        if self._remote is not None and isinstance(wanted, bool):
+            self._resumed = self._remote.fetch_newest()
+        else:
+            self._resumed = checkpoint_to_resume(directory, wanted, ADAPTER_NAME)
         logger.info("resuming from %s", self._resumed.directory)
 
     def _locate_adapter(self, named: str | Path | None) -> Path | None:
@@ -159,12 +173,14 @@ class FullModelCheckpointer:
                 return None
             path = self._resumed.directory / default
             return path if path.is_file() else None
-        candidates = [Path(named)]
-        if self._output_dir is not None:
+        candidates = [local(named)]
+        if self._output_dir is not None and not is_remote(named):
             candidates.insert(0, self._output_dir / named)
         for path in candidates:
             if path.is_file() or (path.is_dir() and default == ADAPTER_NAME):
                 return path
+        if self._remote is not None and not is_remote(named) and not Path(named).is_absolute():
+            return local(f"{self._remote.url}/{Path(named).as_posix()}")
         raise CheckpointNotFoundError(
             f"{named}: not there, neither by itself nor in output_dir {self._output_dir}"
         )
@@ -227,11 +243,12 @@ class FullModelCheckpointer:
                 state[ADAPTER_CONFIG_KEY] = adapter.told_config.to_state()
         if self._recipe_file is not None:
             state.update(load_recipe_state(self._recipe_file))
+        self._is_loaded = True
         return state
 
     @property
     def output_dir(self) -> Path | None:
-        """Where checkpoints are saved."""
+        """Where checkpoints are saved, on this machine."""
         return self._output_dir
 
     def wait(self, *, block: bool = True) -> None:
@@ -273,13 +290,15 @@ class FullModelCheckpointer:
             dir_prefix: ``"epoch"`` saves to ``epoch_{epoch}``, ``"step"`` to ``step_{step}``.
 
         Returns:
-            The checkpoint's directory.
+            The checkpoint's directory; of one that was uploaded, the copy that stays here.
 
         Raises:
             ConfigError: if a key is missing or wrong.
             TensorMismatchError: lists all tensors that do not belong to the model or adapter.
             OutOfSpaceError: if the disk has no room.
+            WriteError: if the system refuses to write, or the checkpoint cannot be uploaded.
         """
+        started = time.perf_counter()
         name = directory_name(dir_prefix, epoch, step)
         plan, output_dir = self._plan_save(state_dict, adapter_only)
         final = output_dir / name
@@ -296,9 +315,23 @@ class FullModelCheckpointer:
                 facts[METRICS_KEY] = finite(metrics)
             writer.manifest(facts)
         logger.info("saved %s", final)
-        if self._keep_last_n is not None:
-            remove_old_checkpoints(output_dir, self._keep_last_n, self._run_id, final)
+        if self._remote is not None:
+            self._upload(self._remote, final, show_progress)
+        elif self._retention is not None:
+            needed = {final}
+            if self._resumed is not None and not self._is_loaded:
+                needed.add(self._resumed.directory)
+            remove_old_checkpoints(output_dir, self._retention, self._run_id, needed)
+        seconds = time.perf_counter() - started
+        self.times = SaveTimes(blocked=seconds, written=seconds)
         return final
+
+    def _upload(self, remote: RemoteOutput, saved: Path, show_progress: bool) -> None:
+        with self.claim_output_dir():
+            remote.upload(saved, show_progress=show_progress)
+            logger.info("uploaded %s/%s", remote.url, saved.name)
+            if self._retention is not None:
+                remote.remove_old(self._retention, self._run_id, saved)
 
     @contextmanager
     def claim_output_dir(self) -> Iterator[None]:
@@ -410,6 +443,8 @@ class FullModelCheckpointer:
                 "directory": str(self._checkpoint_dir.resolve()),
                 "fingerprint": self._base_fingerprint,
             }
+            if is_remote(origin_of(self._checkpoint_dir)):
+                facts["base"]["url"] = origin_of(self._checkpoint_dir)
             if state_dict.get(QUANTIZED_BASE_KEY) is not None:
                 facts["base"][QUANTIZED_BASE_KEY] = state_dict[QUANTIZED_BASE_KEY]
         if plan.adapter_config is not None:
@@ -418,3 +453,7 @@ class FullModelCheckpointer:
         if isinstance(run, Mapping):
             facts |= {key: run[key] for key in ("recipe", "config") if key in run}
         return facts
+
+
+def _path(location: str | Path | None) -> Path | None:
+    return None if location is None else path_on_this_machine(location)

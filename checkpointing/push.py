@@ -5,6 +5,7 @@ licences. No path of this machine goes with them.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -21,6 +22,7 @@ from checkpointing.progress import bytes_progress
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
 from checkpointing.storage.digest import FileDigest, digest_of_file
 from checkpointing.storage.manifest import MANIFEST_NAME, file_digests, read_manifest
+from checkpointing.storage.mirror import local
 from checkpointing.storage.read import read_json
 
 CARD_NAME = "README.md"
@@ -52,6 +54,8 @@ _SIDE_FILES = (
 )
 # What a checkpoint holds for `tune` itself; nobody misses it.
 _OWN = {"recipe_state.pt", ADAPTER_NAME, MANIFEST_NAME, "original_repo_id.json"}
+# As a shipped config is called, such as smollm2/135M_lora_single_device, or a file of one's own.
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PATH_KEYS = ("path", "file", "dir", "directory")
 
 
@@ -91,6 +95,8 @@ class Upload:
         task: PEFT's name of the task or the class of transformers; decides how to load it.
         step: optimizer steps of the training.
         epoch: epochs that were finished before or with the checkpoint, counted from 0.
+        recipe: name of the recipe that trained it, if ``tune run`` ran it.
+        config: name of the recipe's config.
         left_out: files that are not uploaded although `tune` has no use of its own for them.
         notes: what the user should know, one line each.
         digests: what the files on this disk must hold.
@@ -106,6 +112,8 @@ class Upload:
     task: str
     step: int | None = None
     epoch: int | None = None
+    recipe: str | None = None
+    config: str | None = None
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     digests: Mapping[str, FileDigest] = field(default_factory=dict)
@@ -125,11 +133,13 @@ class Upload:
         return kind if self.step is None else f"{kind} of step {self.step}"
 
 
-def plan_upload(directory: Path, merged: bool = False, base_model: str | None = None) -> Upload:
+def plan_upload(
+    directory: str | Path, merged: bool = False, base_model: str | None = None
+) -> Upload:
     """Finds what of a checkpoint others need; reads configs and file sizes, no weights.
 
     Args:
-        directory: a checkpoint, or what `tune convert` or `tune merge` wrote.
+        directory: a checkpoint, or its URL, or what `tune convert` or `tune merge` wrote.
         merged: of an adapter run, the merged model rather than the adapter.
         base_model: the base's repository, where the checkpoint cannot tell it.
 
@@ -138,7 +148,7 @@ def plan_upload(directory: Path, merged: bool = False, base_model: str | None = 
         CorruptCheckpointError: if a file is missing or has another size than it should.
         ConfigError: if it is in a form that transformers and PEFT do not load.
     """
-    directory, merged = _checkpoint_of(directory, merged)
+    directory, merged = _checkpoint_of(local(directory, whole=True), merged)
     manifest = read_manifest(directory)
     if manifest is None:
         raise CheckpointNotFoundError(
@@ -173,6 +183,8 @@ def plan_upload(directory: Path, merged: bool = False, base_model: str | None = 
         task=_task(source, is_adapter),
         step=manifest.get("step"),
         epoch=manifest.get("epoch"),
+        recipe=_name_in(manifest, "recipe"),
+        config=_name_in(manifest, "config"),
         left_out=tuple(sorted(name for name in left_out - {CARD_NAME} if name[0] != ".")),
         notes=tuple(notes),
         digests={
@@ -181,6 +193,12 @@ def plan_upload(directory: Path, merged: bool = False, base_model: str | None = 
             if isinstance(content, Path)
         },
     )
+
+
+def _name_in(manifest: Mapping[str, Any], key: str) -> str | None:
+    """A name of a recipe or config, without directories of this machine; none if it is no name."""
+    name = manifest.get(key)
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
 def check_content(upload: Upload) -> None:

@@ -1,7 +1,7 @@
-"""Going on after a stop: the newest checkpoint, the recipe state, and which ones to keep."""
+"""Going on after a stop: the newest checkpoint, and the recipe state."""
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from checkpointing.errors import (
     UnsafePathError,
 )
 from checkpointing.progress import bytes_progress
-from checkpointing.storage.commit import remove_directory
 from checkpointing.storage.integrity import check_intact
 from checkpointing.storage.manifest import MANIFEST_NAME, file_digests, read_manifest
 from checkpointing.storage.read import load_torch_file
@@ -69,7 +68,16 @@ def saved_checkpoints(output_dir: Path) -> list[SavedCheckpoint]:
 def _of_a_run(directory: Path) -> SavedCheckpoint | None:
     """The checkpoint in a directory, if a run saved it."""
     manifest = read_manifest(directory)
-    if manifest is None or _RUN_ID not in manifest:
+    return None if manifest is None else as_saved(directory, manifest)
+
+
+def as_saved(directory: Path, manifest: Mapping[str, Any]) -> SavedCheckpoint | None:
+    """The checkpoint that a manifest tells of, if a run saved it.
+
+    Raises:
+        CorruptCheckpointError: if what the manifest says cannot be.
+    """
+    if _RUN_ID not in manifest:
         return None
     numbers = [manifest.get(key) for key in ("step", "epoch", "saved_at_ns")]
     are_numbers = all(number is None or type(number) is int for number in numbers)
@@ -137,20 +145,6 @@ def _check_what_is_read(checkpoint: SavedCheckpoint, adapter_name: str) -> None:
         check_intact(checkpoint.directory, own, progress)
 
 
-def remove_old_checkpoints(output_dir: Path, keep: int, run_id: str, just_saved: Path) -> None:
-    """Keeps the newest checkpoints of a run and removes its older ones.
-
-    What another run saved, and what is no checkpoint, is never touched, nor is the one just saved.
-    """
-    own = [
-        checkpoint
-        for checkpoint in saved_checkpoints(output_dir)
-        if checkpoint.manifest.get("run_id") == run_id and checkpoint.directory != just_saved
-    ]
-    for checkpoint in own[: max(0, len(own) - (keep - 1))]:
-        remove_directory(checkpoint.directory)
-
-
 def load_recipe_state(path: Path) -> dict[str, Any]:
     """The recipe state of a checkpoint; no code in the file is run.
 
@@ -180,7 +174,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
 def _check_plain(value: object, where: str) -> None:
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, Counter):
         for key, item in value.items():  # type: ignore[attr-defined]
             _check_plain(key, f"{where}: a key")
             _check_plain(item, f"{where}.{key}")

@@ -46,6 +46,20 @@ class SavePlan:
         return in_sources + _tensor_bytes(self.recipe_state)
 
 
+@dataclass(frozen=True)
+class SaveTimes:
+    """What a save cost, in seconds.
+
+    Attributes:
+        blocked: that the trainer waited; of a save that is written in the background, for the copy
+            and for the save before it.
+        written: that the writing took in the background.
+    """
+
+    blocked: float
+    written: float
+
+
 def directory_name(prefix: str, epoch: int, step: int | None) -> str:
     """Name of a checkpoint's directory.
 

@@ -7,17 +7,21 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from checkpointing import AsyncCheckpointer
 from checkpointing.errors import ConfigError
 from checkpointing.training import (
     BatchLoader,
     Trainer,
     build_decoder,
+    check_resume,
     get_device,
     get_dtype,
     get_seed,
     instantiate,
+    make_schedule,
     next_steps,
     require,
+    run_record,
     set_seed,
     training_options,
 )
@@ -27,7 +31,11 @@ CONFIG_KEYS = frozenset(
         "output_dir",
         "checkpointer",
         "resume_from_checkpoint",
+        "resume_override",
         "save_every_n_steps",
+        "enable_async_checkpointing",
+        "on_save_error",
+        "stop_deadline_seconds",
         "tokenizer",
         "dataset",
         "shuffle",
@@ -67,16 +75,18 @@ def main(cfg: DictConfig) -> None:
     seed = get_seed(cfg, state)
     set_seed(seed)
 
+    # The data.
+    tokenizer = instantiate(cfg.tokenizer)
+    dataset = instantiate(cfg.dataset, tokenizer)
+    batches = BatchLoader(dataset, cfg.get("batch_size", 1), cfg.get("shuffle", True), seed)
+    if resume:
+        check_resume(cfg, state, batches)
+
     # The model owns its weights: training must not write into the checkpoint's memory.
     model = build_decoder(checkpointer.model_config, state.pop("model"), dtype, device)
     if cfg.get("compile", False):
         for layer in model.layers:
             layer.compile()
-
-    # The data.
-    tokenizer = instantiate(cfg.tokenizer)
-    dataset = instantiate(cfg.dataset, tokenizer)
-    batches = BatchLoader(dataset, cfg.get("batch_size", 1), cfg.get("shuffle", True), seed)
 
     # What a checkpoint holds besides the state of the loop.
     def weights() -> dict[str, Any]:
@@ -84,19 +94,18 @@ def main(cfg: DictConfig) -> None:
 
     optimizer = instantiate(cfg.optimizer, model.parameters())
     options = training_options(cfg, seed)
-    trainer = Trainer(model, optimizer, batches, options, checkpointer, weights, device)
+    record = run_record(cfg)
+    saver = checkpointer
+    if cfg.get("enable_async_checkpointing", False):
+        saver = AsyncCheckpointer(checkpointer)
+    trainer = Trainer(model, optimizer, batches, options, saver, weights, device, record)
     if resume:
         trainer.load_state_dict(state)
-    scheduler = instantiate(
-        cfg.get("lr_scheduler"),
-        optimizer,
-        num_training_steps=trainer.total_steps,
-        last_epoch=trainer.steps_run - 1,
-    )
+    schedule = make_schedule(cfg, optimizer, trainer.total_steps)
 
     logger = instantiate(cfg.metric_logger)
     try:
-        checkpoint = trainer.train(scheduler, logger)
+        checkpoint = trainer.train(schedule, logger)
     finally:
         logger.close()
     print(next_steps(checkpoint, cfg.checkpointer.checkpoint_dir, options.epochs))

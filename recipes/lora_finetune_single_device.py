@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from checkpointing import AsyncCheckpointer
 from checkpointing.adapters import MergedStateDict
 from checkpointing.nf4 import dequantized
 from checkpointing.training import (
@@ -18,15 +19,18 @@ from checkpointing.training import (
     base_rounding,
     base_state_dict,
     build_decoder,
+    check_resume,
     check_same_adapter,
     get_device,
     get_dtype,
     get_seed,
     instantiate,
     load_adapter,
+    make_schedule,
     next_steps,
     quantize_base,
     require,
+    run_record,
     set_seed,
     training_options,
 )
@@ -49,8 +53,12 @@ CONFIG_KEYS = frozenset(
         "model.quantize_base",
         "checkpointer",
         "resume_from_checkpoint",
+        "resume_override",
         "save_adapter_weights_only",
         "save_every_n_steps",
+        "enable_async_checkpointing",
+        "on_save_error",
+        "stop_deadline_seconds",
         "tokenizer",
         "dataset",
         "shuffle",
@@ -86,6 +94,13 @@ def main(cfg: DictConfig) -> None:
     seed = get_seed(cfg, state)
     set_seed(seed)
 
+    # The data.
+    tokenizer = instantiate(cfg.tokenizer)
+    dataset = instantiate(cfg.dataset, tokenizer)
+    batches = BatchLoader(dataset, cfg.get("batch_size", 1), cfg.get("shuffle", True), seed)
+    if resume:
+        check_resume(cfg, state, batches)
+
     # The model. The base is never written to, so that it may share the checkpoint's memory.
     adapter_config = adapter_config_from_recipe(cfg.model, checkpointer.model_config)
     if "adapter_config" in state:
@@ -101,11 +116,6 @@ def main(cfg: DictConfig) -> None:
     if cfg.get("compile", False):
         for layer in model.layers:
             layer.compile()
-
-    # The data.
-    tokenizer = instantiate(cfg.tokenizer)
-    dataset = instantiate(cfg.dataset, tokenizer)
-    batches = BatchLoader(dataset, cfg.get("batch_size", 1), cfg.get("shuffle", True), seed)
 
     options = training_options(cfg, seed)
 
@@ -124,19 +134,18 @@ def main(cfg: DictConfig) -> None:
         return entries
 
     optimizer = instantiate(cfg.optimizer, [p for p in model.parameters() if p.requires_grad])
-    trainer = Trainer(model, optimizer, batches, options, checkpointer, weights, device)
+    record = run_record(cfg)
+    saver = checkpointer
+    if cfg.get("enable_async_checkpointing", False):
+        saver = AsyncCheckpointer(checkpointer)
+    trainer = Trainer(model, optimizer, batches, options, saver, weights, device, record)
     if resume:
         trainer.load_state_dict(state)
-    scheduler = instantiate(
-        cfg.get("lr_scheduler"),
-        optimizer,
-        num_training_steps=trainer.total_steps,
-        last_epoch=trainer.steps_run - 1,
-    )
+    schedule = make_schedule(cfg, optimizer, trainer.total_steps)
 
     logger = instantiate(cfg.metric_logger)
     try:
-        checkpoint = trainer.train(scheduler, logger)
+        checkpoint = trainer.train(schedule, logger)
     finally:
         logger.close()
     print(next_steps(checkpoint, cfg.checkpointer.checkpoint_dir, options.epochs))

@@ -215,6 +215,7 @@ def test_a_resumed_run_goes_on_counting_its_own_checkpoints(name, base):
     state = make(name, base).load_checkpoint()
     make(name, base).save_checkpoint({**state, "steps_run": 1}, epoch=0)
     resumed = make(name, base, should_load_recipe_state=True, keep_last_n_checkpoints=1)
+    resumed.load_checkpoint()
     resumed.save_checkpoint({**state, "steps_run": 2}, epoch=1)
     assert {path.name for path in (base.parent / "out").iterdir()} == {"epoch_1"}
 

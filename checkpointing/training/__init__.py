@@ -23,9 +23,15 @@ from checkpointing.training.metric_logging import (
 )
 from checkpointing.training.quantize import base_rounding, quantize_base
 from checkpointing.training.report import next_steps
+from checkpointing.training.resume_check import check_resume
 from checkpointing.training.rng import set_seed
 from checkpointing.training.rows import DatasetError
-from checkpointing.training.schedule import get_cosine_schedule_with_warmup
+from checkpointing.training.run_record import run_record
+from checkpointing.training.schedule import (
+    Schedule,
+    get_cosine_schedule_with_warmup,
+    make_schedule,
+)
 from checkpointing.training.settings import (
     get_device,
     get_dtype,
@@ -33,6 +39,7 @@ from checkpointing.training.settings import (
     require,
     training_options,
 )
+from checkpointing.training.signals import StoppedBySignal
 from checkpointing.training.tokenizer import ChatTokenizer
 from checkpointing.training.trainer import NonFiniteLossError, Trainer, TrainingOptions
 
@@ -47,7 +54,9 @@ __all__ = [
     "LoRALinear",
     "MetricLogger",
     "NonFiniteLossError",
+    "Schedule",
     "StdoutLogger",
+    "StoppedBySignal",
     "TensorBoardLogger",
     "Trainer",
     "TrainingOptions",
@@ -59,6 +68,7 @@ __all__ = [
     "base_rounding",
     "base_state_dict",
     "build_decoder",
+    "check_resume",
     "check_same_adapter",
     "demo_dataset",
     "get_cosine_schedule_with_warmup",
@@ -67,9 +77,11 @@ __all__ = [
     "get_seed",
     "instantiate",
     "load_adapter",
+    "make_schedule",
     "next_steps",
     "quantize_base",
     "require",
+    "run_record",
     "set_seed",
     "training_options",
 ]

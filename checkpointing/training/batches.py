@@ -11,6 +11,8 @@ from checkpointing.errors import ConfigError
 from checkpointing.training.data import InstructDataset, TokenRow
 from checkpointing.training.tokenizer import IGNORED
 
+_DATA = "dataset or tokenizer (checksum of the rows)"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -135,22 +137,27 @@ class BatchLoader:
             "seed": self._seed,
         }
 
+    def changed_since(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What differs from a saved state, by its name: as it was saved, and as it is."""
+        own = self.state_dict()
+        names = {"fingerprint": _DATA, "batch_size": "batch_size", "shuffle": "shuffle"}
+        names |= {"seed": "seed"}
+        return {
+            name: (state[key], own[key]) for key, name in names.items() if state[key] != own[key]
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved place. Between epochs the data may be other data.
 
         Raises:
             ConfigError: if the place is within an epoch of other data or other batches.
         """
-        if state["position"] > 0:
-            own = self.state_dict()
-            kept = {"fingerprint": "dataset or tokenizer", "batch_size": "batch_size"}
-            kept |= {"shuffle": "shuffle", "seed": "seed"}
-            changed = [name for key, name in kept.items() if state[key] != own[key]]
-            if changed:
-                raise ConfigError(
-                    f"cannot go on within epoch {state['epoch']}: {', '.join(changed)} changed "
-                    "since the checkpoint was saved; undo the change, or resume from a checkpoint "
-                    "at the end of an epoch"
-                )
+        changed = self.changed_since(state)
+        if state["position"] > 0 and changed:
+            raise ConfigError(
+                f"cannot go on within epoch {state['epoch']}: {', '.join(changed)} changed "
+                "since the checkpoint was saved; undo the change, or resume from a checkpoint "
+                "at the end of an epoch"
+            )
         self._epoch = state["epoch"]
         self._position = state["position"]

@@ -1,13 +1,13 @@
 """Where the numbers of a run go. All loggers have the methods of :class:`MetricLogger`."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from checkpointing.errors import ConfigError
+from checkpointing.training.log_directory import LogDirectory
 
 
 class MetricLogger(Protocol):
@@ -30,14 +30,16 @@ class DiskLogger:
     checkpoint that it went on from, are there twice; the later line counts.
 
     Args:
-        log_dir: is made if need be.
+        log_dir: is made if need be. The logs of a URL are uploaded when the run ends.
     """
 
     def __init__(self, log_dir: str | Path) -> None:
-        directory = Path(log_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
+        self._directory = LogDirectory(log_dir)
+        self.path = self._directory.file("metrics.jsonl")
+        torn = self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = self.path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")  # a power loss may cut the last line short
 
     def log(self, name: str, value: float, step: int) -> None:
         """Writes a line with one number."""
@@ -51,6 +53,7 @@ class DiskLogger:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+        self._directory.close()
 
 
 class StdoutLogger:
@@ -74,7 +77,7 @@ class TensorBoardLogger:
     """Writes event files for TensorBoard; a run that goes on adds a file to those that are there.
 
     Args:
-        log_dir: is made if need be.
+        log_dir: is made if need be. The logs of a URL are uploaded when the run ends.
 
     Raises:
         ConfigError: if the package ``tensorboard`` is not installed.
@@ -88,7 +91,8 @@ class TensorBoardLogger:
                 "TensorBoardLogger needs the package tensorboard: `pip install tensorboard`, "
                 "or set metric_logger._component_=checkpointing.training.DiskLogger"
             ) from error
-        self._writer: Any = SummaryWriter(log_dir=str(log_dir))
+        self._directory = LogDirectory(log_dir)
+        self._writer: Any = SummaryWriter(log_dir=str(self._directory.path))
 
     def log(self, name: str, value: float, step: int) -> None:
         """Writes one number."""
@@ -102,6 +106,7 @@ class TensorBoardLogger:
     def close(self) -> None:
         """Writes what is left and closes the file."""
         self._writer.close()
+        self._directory.close()
 
 
 class WandBLogger:
@@ -127,7 +132,7 @@ class WandBLogger:
                 "or set metric_logger._component_=checkpointing.training.DiskLogger"
             ) from error
         if log_dir is not None:
-            os.makedirs(log_dir, exist_ok=True)
+            log_dir = LogDirectory(log_dir).path
         self._run: Any = wandb.init(project=project, dir=log_dir, **options)
 
     def log(self, name: str, value: float, step: int) -> None:

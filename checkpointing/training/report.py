@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from checkpointing.storage.location import is_remote
+from checkpointing.storage.mirror import origin_of
+
 
 def next_steps(checkpoint: Path | None, base: str | Path, epochs: int) -> str:
     """Where the last checkpoint lies, and what can be done with it.
@@ -17,6 +20,9 @@ def next_steps(checkpoint: Path | None, base: str | Path, epochs: int) -> str:
             f"To go on, raise epochs, for example epochs={epochs + 1}."
         )
     lines = [f"Checkpoint: {checkpoint}"]
+    uploaded = origin_of(checkpoint.parent)
+    if is_remote(uploaded):
+        lines = [f"Checkpoint: {uploaded}/{checkpoint.name}", f"On this machine: {checkpoint}"]
     if (checkpoint / "adapter_config.json").is_file():
         lines.append(
             "Adapter in PEFT:\n"

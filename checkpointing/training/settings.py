@@ -41,19 +41,17 @@ def get_device(name: str) -> torch.device:
 
 
 def get_seed(config: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """The seed of a run: that of the run that is resumed, else the config's, else a random one.
+    """The seed of a run: the config's, else that of the run that is resumed, else a random one.
 
     Args:
         config: of the recipe.
         state: as a checkpointer loaded it.
     """
     given = config.get("seed")
-    if "seed" in state:
-        if given not in (None, state["seed"]):
-            print(f"seed={given} is not used: the run that is resumed has seed {state['seed']}")
-        return int(state["seed"])
     if given is not None:
         return int(given)
+    if "seed" in state:
+        return int(state["seed"])
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed={seed} was chosen at random")
     return seed

@@ -1,9 +1,11 @@
 """The training loop that the recipes drive."""
 
 import inspect
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,16 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from checkpointing.errors import CheckpointingError, ConfigError
 from checkpointing.families import FAMILIES
+from checkpointing.save_plan import RUN_KEY, SaveTimes
 from checkpointing.training.batches import Batch, BatchLoader
 from checkpointing.training.decoder import TransformerDecoder
 from checkpointing.training.metric_logging import MetricLogger
 from checkpointing.training.rng import rng_state, set_rng_state
+from checkpointing.training.schedule import Schedule
+from checkpointing.training.signals import StoppedBySignal, StopSignals
 from checkpointing.training.tokenizer import IGNORED
+
+logger = logging.getLogger(__name__)
+
+# What older checkpoints, and those of other recipes, may lack.
+_OPTIONAL = frozenset({RUN_KEY, "lr_scheduler", "parameter_dtypes"})
 
 
 class NonFiniteLossError(CheckpointingError, ArithmeticError):
@@ -42,11 +51,22 @@ class Checkpointer(Protocol):
         *,
         step: int | None = None,
         dir_prefix: str = "epoch",
+        metrics: Mapping[str, float] | None = None,
     ) -> Path:
         """Writes a checkpoint and returns its directory."""
 
     def check_save(self, state_dict: dict[str, Any], adapter_only: bool = False) -> None:
         """Raises what would keep a state from being saved; writes nothing."""
+
+    @property
+    def times(self) -> SaveTimes | None:
+        """What the last save cost that has ended."""
+
+    def wait(self, *, block: bool = True) -> None:
+        """Raises what went wrong in a save that is written in the background, if it has ended."""
+
+    def claim_output_dir(self) -> AbstractContextManager[None]:
+        """Keeps other processes from saving to the same place while the block runs."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,10 @@ class TrainingOptions:
         save_every_n_steps: save at each such optimizer step too, not only after each epoch.
         save_adapter_weights_only: write the adapter without the merged model.
         log_every_n_steps: optimizer steps between two entries in the log.
+        on_save_error: ``stop`` ends the run if the system refuses to write a checkpoint;
+            ``continue`` says so and trains on without it. The last one of a run must be written.
+        stop_deadline_seconds: time that a run has to save and to end when it gets a SIGTERM or
+            SIGINT; ``None``: as long as it takes.
 
     Raises:
         ConfigError: if a number is not possible.
@@ -75,6 +99,8 @@ class TrainingOptions:
     save_every_n_steps: int | None = None
     save_adapter_weights_only: bool = False
     log_every_n_steps: int = 1
+    on_save_error: str = "stop"
+    stop_deadline_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "gradient_accumulation_steps", "log_every_n_steps"):
@@ -86,6 +112,11 @@ class TrainingOptions:
                 raise ConfigError(f"{name}={value}: must be at least 1, or null")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be above 0, or null")
+        if self.on_save_error not in ("stop", "continue"):
+            raise ConfigError(f"on_save_error={self.on_save_error}: there are continue, stop")
+        deadline = self.stop_deadline_seconds
+        if deadline is not None and not deadline > 0:
+            raise ConfigError(f"stop_deadline_seconds={deadline}: must be above 0, or null")
 
 
 class Trainer:
@@ -109,6 +140,7 @@ class Trainer:
         weights: gives the entries of a checkpoint that are weights (``model``, ``adapter``,
             ``adapter_config``), when one is to be written.
         device: where the model is.
+        record: what the run is (:func:`~checkpointing.training.run_record`), kept in checkpoints.
     """
 
     def __init__(
@@ -120,6 +152,7 @@ class Trainer:
         checkpointer: Checkpointer,
         weights: Callable[[], dict[str, Any]],
         device: torch.device,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
         if FAMILIES[model.config.family].task_type != "CAUSAL_LM":
             raise ConfigError(
@@ -133,10 +166,16 @@ class Trainer:
         self._checkpointer = checkpointer
         self._weights = weights
         self._device = device
+        self._record = record
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self.epochs_run = 0
         self.steps_run = 0
         self._steps_in_epoch = 0
+        self._schedule = Schedule(optimizer, None, {})
+        self._resumed: Mapping[str, Any] | None = None
+        self._metrics: dict[str, float] = {}
+        self._last_checkpoint: Path | None = None
+        self._logged_times: SaveTimes | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -147,15 +186,16 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps in the whole run."""
-        return self._options.epochs * self.steps_per_epoch
+        """Optimizer steps in the whole run: those that were done, and those to come."""
+        epochs = max(0, self._options.epochs - self.epochs_run)
+        return self.steps_run + max(0, epochs * self.steps_per_epoch - self._steps_in_epoch)
 
-    def train(self, scheduler: LRScheduler | None, logger: MetricLogger) -> Path | None:
-        """Trains to the last epoch.
+    def train(self, schedule: Schedule, metric_logger: MetricLogger) -> Path | None:
+        """Trains to the last epoch, or until the process gets a SIGTERM or SIGINT.
 
         Args:
-            scheduler: is stepped after each optimizer step.
-            logger: takes loss, learning rate, gradient norm and tokens per second.
+            schedule: at its first step; it is taken to where a resumed run was.
+            metric_logger: takes loss, learning rate, gradient norm and tokens per second.
 
         Returns:
             Directory of the last checkpoint; ``None`` if there was nothing left to do.
@@ -163,17 +203,29 @@ class Trainer:
         Raises:
             CheckpointingError: before the first step, if what is trained could not be saved.
             NonFiniteLossError: if the training diverges; what was saved before stays as it is.
+            WriteError: if the system refuses to write a checkpoint.
+            StoppedBySignal: after a signal, when the step that ran is saved.
         """
+        self._schedule = schedule
+        if self._resumed is not None:
+            groups = self._resumed["optimizer"]["param_groups"]
+            schedule.take_up(self._resumed.get("lr_scheduler"), groups, self.steps_run)
+            self._resumed = None
         self._checkpointer.check_save(
             {**self._weights(), **self.state_dict()}, self._options.save_adapter_weights_only
         )
-        checkpoint = None
         self._model.train()
-        while self.epochs_run < self._options.epochs:
-            checkpoint = self._train_epoch(scheduler, logger)
-        return checkpoint
+        with (
+            self._checkpointer.claim_output_dir(),
+            StopSignals(self._options.stop_deadline_seconds) as stop,
+        ):
+            while self.epochs_run < self._options.epochs:
+                self._train_epoch(metric_logger, stop)
+                if self.epochs_run < self._options.epochs:
+                    self._stop_if_asked(stop)
+        return self._last_checkpoint
 
-    def _train_epoch(self, scheduler: LRScheduler | None, logger: MetricLogger) -> Path:
+    def _train_epoch(self, metric_logger: MetricLogger, stop: StopSignals) -> None:
         if self._steps_in_epoch == 0:
             self._batches.start_epoch(self.epochs_run)
         batches = iter(self._batches)
@@ -184,28 +236,33 @@ class Trainer:
         ) as bar:
             while self._steps_in_epoch < self.steps_per_epoch:
                 group = list(islice(batches, self._options.gradient_accumulation_steps))
-                metrics = self._step(group)
-                if scheduler is not None:
-                    scheduler.step()
+                metrics = self._metrics = self._step(group)
+                self._schedule.step(metrics["loss"])
                 self.steps_run += 1
                 self._steps_in_epoch += 1
+                with self._save_errors():
+                    self._checkpointer.wait(block=False)
                 bar.update()
                 bar.set_postfix_str(
                     f"loss {metrics['loss']:.4f}, lr {metrics['lr']:.2e}, "
                     f"{metrics['tokens_per_second']:.0f} tokens/s"
                 )
                 if self.steps_run % self._options.log_every_n_steps == 0:
-                    logger.log_dict(metrics, self.steps_run)
-                epoch_ends = self._steps_in_epoch == self.steps_per_epoch
-                if save_every and self.steps_run % save_every == 0 and not epoch_ends:
+                    metric_logger.log_dict({**metrics, **self._save_times()}, self.steps_run)
+                if self._steps_in_epoch == self.steps_per_epoch:
+                    break
+                is_due = save_every is not None and self.steps_run % save_every == 0
+                if is_due or stop.received:
                     bar.set_description_str(f"{title}, saving")
-                    self._save(self.epochs_run, "step", intermediate=True)
+                    self._save(self.epochs_run, "step", is_last=stop.received is not None)
                     bar.set_description_str(title)
+                self._stop_if_asked(stop)
         epoch = self.epochs_run
         self.epochs_run += 1
         self._steps_in_epoch = 0
         self._batches.start_epoch(self.epochs_run)
-        return self._save(epoch, "epoch", intermediate=self.epochs_run < self._options.epochs)
+        is_last = self.epochs_run == self._options.epochs or stop.received is not None
+        self._save(epoch, "epoch", is_last)
 
     def _step(self, group: list[Batch]) -> dict[str, float]:
         """One step of the optimizer; returns its numbers."""
@@ -238,20 +295,58 @@ class Trainer:
             return clip_grad_norm_(self._trained, self._options.clip_grad_norm)
         return get_total_norm([p.grad for p in self._trained if p.grad is not None])
 
-    def _save(self, epoch: int, prefix: str, intermediate: bool) -> Path:
-        return self._checkpointer.save_checkpoint(
-            {**self._weights(), **self.state_dict()},
-            epoch=epoch,
-            intermediate_checkpoint=intermediate,
-            adapter_only=self._options.save_adapter_weights_only,
-            step=self.steps_run,
-            dir_prefix=prefix,
-        )
+    def _save(self, epoch: int, prefix: str, is_last: bool) -> None:
+        with self._save_errors():
+            self._checkpointer.wait()
+        with self._save_errors(is_last):
+            self._last_checkpoint = self._checkpointer.save_checkpoint(
+                {**self._weights(), **self.state_dict()},
+                epoch=epoch,
+                intermediate_checkpoint=self.epochs_run < self._options.epochs,
+                adapter_only=self._options.save_adapter_weights_only,
+                step=self.steps_run,
+                dir_prefix=prefix,
+                metrics=self._metrics,
+            )
+            if is_last:
+                self._checkpointer.wait()
+
+    def _save_times(self) -> dict[str, float]:
+        """What a save cost that has ended since this was asked last, in seconds."""
+        times = self._checkpointer.times
+        if times is None or times is self._logged_times:
+            return {}
+        self._logged_times = times
+        return {"save_blocked_seconds": times.blocked, "save_written_seconds": times.written}
+
+    def _stop_if_asked(self, stop: StopSignals) -> None:
+        """Ends the run after a signal, for which the last step was saved."""
+        if stop.received:
+            self._checkpointer.wait()
+            raise StoppedBySignal(stop.received, self._last_checkpoint)
+
+    @contextmanager
+    def _save_errors(self, is_last: bool = False) -> Iterator[None]:
+        """Says what went wrong in a save, and lets the run go on if it may."""
+        try:
+            yield
+        except OSError as error:
+            if is_last or self._options.on_save_error == "stop":
+                raise
+            logger.error(
+                "NOT SAVED: %s\nTraining goes on without this checkpoint, as "
+                "on_save_error=continue says",
+                error,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on and is not weights."""
+        record = {} if self._record is None else {RUN_KEY: dict(self._record)}
         return {
+            **record,
             "optimizer": self._optimizer.state_dict(),
+            "parameter_dtypes": [parameter.dtype for parameter in _parameters(self._optimizer)],
+            "lr_scheduler": self._schedule.state_dict(),
             "epochs_run": self.epochs_run,
             "steps_run": self.steps_run,
             "steps_in_epoch": self._steps_in_epoch,
@@ -266,31 +361,35 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to where a saved run was. Call it before the schedule is made.
 
-        The settings of the optimizer that the config gives count, not those that were saved.
+        The settings of the optimizer that the config gives count, not those that were saved. If
+        the data or what makes a step has changed within an epoch, this epoch is begun anew;
+        :func:`~checkpointing.training.check_resume` refuses it unless it is wanted.
 
         Raises:
-            ConfigError: if the state lacks an entry or does not fit the optimizer or the data.
+            ConfigError: if the state lacks an entry or does not fit the optimizer.
         """
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self.state_dict() if key not in {*state, *_OPTIONAL}]
         if missing:
             raise ConfigError(
                 f"the checkpoint cannot be resumed: its recipe state lacks {', '.join(missing)}; "
                 "it was not written by one of these recipes, or has no recipe state. Train from "
                 "its weights with resume_from_checkpoint=False"
             )
-        accumulated = state["gradient_accumulation_steps"]
-        if state["steps_in_epoch"] > 0 and accumulated != self._options.gradient_accumulation_steps:
-            raise ConfigError(
-                f"cannot go on within epoch {state['epochs_run']} with another "
-                f"gradient_accumulation_steps than {accumulated}; set it back, or resume from a "
-                "checkpoint at the end of an epoch"
-            )
-        load_optimizer(self._optimizer, state["optimizer"])
-        self._batches.load_state_dict(state["dataloader"])
+        load_optimizer(self._optimizer, state["optimizer"], state.get("parameter_dtypes", ()))
         self.epochs_run = state["epochs_run"]
         self.steps_run = state["steps_run"]
-        self._steps_in_epoch = state["steps_in_epoch"]
+        accumulated = state["gradient_accumulation_steps"]
+        is_other = accumulated != self._options.gradient_accumulation_steps
+        is_other = is_other or bool(self._batches.changed_since(state["dataloader"]))
+        if is_other and state["steps_in_epoch"] > 0:
+            print(f"epoch {self.epochs_run} is begun anew, since its steps are others than before")
+        if is_other:
+            self._batches.start_epoch(self.epochs_run)
+        else:
+            self._batches.load_state_dict(state["dataloader"])
+            self._steps_in_epoch = state["steps_in_epoch"]
         set_rng_state(state["rng_state"])
+        self._resumed = state
 
 
 def summed_loss(model: TransformerDecoder, batch: Batch) -> Tensor:
@@ -306,8 +405,16 @@ def summed_loss(model: TransformerDecoder, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.float(), targets[targets != IGNORED], reduction="sum")
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Sequence[torch.dtype] = ()
+) -> None:
     """Restores an optimizer's state, but keeps the settings that it was made with.
+
+    Args:
+        optimizer: that was just made.
+        saved: the state.
+        dtypes: of the parameters, in the order of the groups, when it was saved. Where they are the
+            same now the state keeps its own; else torch casts it to those of the parameters.
 
     Raises:
         ConfigError: if the state is of another number of parameters or groups.
@@ -324,10 +431,18 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     for group, made_with in zip(optimizer.param_groups, settings, strict=True):
         # Only arguments: some optimizers keep counters of theirs in the groups too.
         group.update({key: made_with[key] for key in arguments if key in made_with})
-        # What the schedule scales; it is asked for when a schedule starts in mid-run.
-        lr = group["lr"]
-        # torchao's optimizers have a tensor, which the schedule changes in place.
-        group["initial_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+        # A schedule takes it for what it scales, where it is there.
+        group.pop("initial_lr", None)
+    for number, (parameter, dtype) in enumerate(zip(_parameters(optimizer), dtypes, strict=False)):
+        # torch casts all that it loads, though some of it never was of the parameter's dtype.
+        for key, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter][key]
+            if type(value) is Tensor and loaded.dtype != value.dtype and parameter.dtype == dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_finite(value: Tensor, what: str, step: int) -> None:

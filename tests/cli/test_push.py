@@ -246,6 +246,24 @@ def test_the_merged_directory_means_the_merged_model(checkpoints: Path) -> None:
     assert "lm_head.weight" in merged
 
 
+def test_the_card_names_the_recipe_and_the_config_of_the_run_and_no_directory(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = checkpoints / "lora/epoch_0/manifest.json"
+    facts = json.loads(manifest.read_text())
+    names = {"recipe": "lora_finetune_single_device", "config": "smollm2/135M_lora_single_device"}
+    command = ["push", str(manifest.parent), "me/adapter", "--dry-run"]
+    manifest.write_text(json.dumps(facts | names))
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"- Recipe: `{names['recipe']}`\n- Recipe config: `{names['config']}`\n" in shown
+    assert main([*command, "--config", "smollm2/135M_full_single_device"]) == 0
+    assert "- Recipe config: `smollm2/135M_full_single_device`\n" in capsys.readouterr().out
+    manifest.write_text(json.dumps(facts | {"recipe": "/home/me/r.py", "config": {"key": "k"}}))
+    assert main(command) == 0
+    assert "Recipe" not in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_files_sizes_and_card_and_reaches_nobody(
     checkpoints: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,10 @@ def test_after_ctrl_c_a_line_says_how_to_go_on_and_the_exit_code_is_130(
         (own / "step_20").mkdir()
         (own / "step_20" / "manifest.json").write_text("{}")
     command = ["run", "recipe.py", "--config", "config.yaml", "output_dir=."]
+    again = "tune " + " ".join(command)
+    if saved:
+        # It would go back to the checkpoint that it started from.
+        command.append("+resume_from_checkpoint=step_10")
     with subprocess.Popen(
         [sys.executable, "-m", "checkpointing", *command],
         cwd=own,
@@ -163,7 +167,6 @@ def test_after_ctrl_c_a_line_says_how_to_go_on_and_the_exit_code_is_130(
         os.kill(process.pid, signal.SIGINT)
         _, shown = process.communicate(timeout=60)
     assert process.returncode == 130
-    again = "tune " + " ".join(command)
     if saved:
         assert shown.strip() == (
             f"interrupted; go on from the last checkpoint with: {again} resume_from_checkpoint=True"

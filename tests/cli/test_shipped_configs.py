@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from checkpointing.cli.cache import cache_dir
 from checkpointing.cli.catalog import Entry, configs, recipe_of
 from checkpointing.cli.main import main
 from checkpointing.cli.recipe_file import load_recipe
 from checkpointing.errors import ConfigError
+from checkpointing.storage.cache import cache_dir
 
 CONFIGS = [pytest.param(config, id=config.name) for config in configs()]
 

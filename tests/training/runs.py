@@ -127,7 +127,7 @@ def metrics(out: Path) -> dict[int, dict[str, float]]:
 
 def _without_speed(line: dict[str, float]) -> dict[str, float]:
     assert line.pop("tokens_per_second") > 0
-    return line
+    return {key: value for key, value in line.items() if not key.startswith("save_")}
 
 
 def checkpoints(out: Path) -> set[str]:

@@ -55,3 +55,12 @@ def test_the_stdout_log_is_a_line_per_step(capsys):
 def test_a_missing_package_is_a_clear_error():
     with pytest.raises(ConfigError, match="pip install wandb"):
         WandBLogger()
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    logger = DiskLogger(tmp_path)
+    logger.log_dict({"loss": 3.0}, 2)
+    logger.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [lines[0], lines[2]] == ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": 3.0}']

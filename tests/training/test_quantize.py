@@ -29,6 +29,7 @@ from tests.training import peers, runs
 from tests.training.runs import checkpoints, metrics, run, run_until, same, weights
 
 NF4 = "model.quantize_base=True"
+RESUME_ANYHOW = ("resume_from_checkpoint=True", "resume_override=True")
 SAVING = "save_every_n_steps=3"
 TARGETS = ("q_proj", "v_proj", "w1", "w2")
 LORA = AdapterConfig(5, 12.0, TARGETS)
@@ -240,7 +241,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(base, tmp_path, sett
 def test_a_run_does_not_go_on_with_another_rounding(base, tmp_path, before, after, message):
     run("lora", base, tmp_path, "epochs=1", "max_steps_per_epoch=1", *before)
     with pytest.raises(ConfigError, match=message):
-        run("lora", base, tmp_path, "resume_from_checkpoint=True", *after)
+        run("lora", base, tmp_path, *RESUME_ANYHOW, *after)
 
 
 def test_the_merged_model_is_the_rounded_base_with_the_update(base, tmp_path):

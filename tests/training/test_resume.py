@@ -123,8 +123,10 @@ def test_resuming_a_directory_without_checkpoints_is_a_clear_error(base, tmp_pat
 )
 def test_an_adapter_does_not_go_on_with_other_settings(base, tmp_path, override, message):
     run("lora", base, tmp_path, "epochs=1", "max_steps_per_epoch=1")
+    resume = ("resume_from_checkpoint=True", override)
+    # Not even where another run is wanted: the tensors would mean something else.
     with pytest.raises(ConfigError, match=message):
-        run("lora", base, tmp_path, "resume_from_checkpoint=True", override)
+        run("lora", base, tmp_path, *resume, "resume_override=True")
 
 
 def test_the_optimizer_settings_of_the_config_count_not_the_saved_ones(base, tmp_path):
@@ -136,33 +138,6 @@ def test_the_optimizer_settings_of_the_config_count_not_the_saved_ones(base, tmp
     state = torch.load(tmp_path / "epoch_1/recipe_state.pt", weights_only=True)
     assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     assert state["optimizer"]["state"][0]["step"] == 8
-
-
-def test_the_seed_of_the_resumed_run_counts(base, tmp_path, capsys):
-    constant = "~lr_scheduler"
-    run("lora", base, tmp_path / "two", constant)
-    run("lora", base, tmp_path / "added", constant, "epochs=1")
-    run("lora", base, tmp_path / "added", constant, "resume_from_checkpoint=True", "seed=77")
-    assert "seed=77 is not used" in capsys.readouterr().out
-    assert metrics(tmp_path / "added") == metrics(tmp_path / "two")
-
-
-def test_other_data_in_mid_epoch_is_refused(base, tmp_path):
-    run_until(4, "full", base, tmp_path, SAVING)
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"instruction": "x", "output": "y"}\n' * 13)
-    with pytest.raises(ConfigError, match="cannot go on within epoch 0: dataset"):
-        run("full", base, tmp_path, "resume_from_checkpoint=True", f"dataset.source={other}")
-
-
-def test_other_accumulation_is_refused_in_mid_epoch_but_not_between_epochs(base, tmp_path):
-    other = ("resume_from_checkpoint=True", "gradient_accumulation_steps=3")
-    run_until(4, "full", base, tmp_path / "mid", SAVING)
-    with pytest.raises(ConfigError, match="another gradient_accumulation_steps than 2"):
-        run("full", base, tmp_path / "mid", *other)
-    run("full", base, tmp_path / "end", "epochs=1")
-    run("full", base, tmp_path / "end", *other)
-    assert sorted(metrics(tmp_path / "end")) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_full_recipe_does_not_pass_over_an_adapter(base, tmp_path):
