@@ -42,6 +42,7 @@ CONFIG_KEYS = frozenset(
         "batch_size",
         "seed",
         "optimizer",
+        "optimizer_in_bwd",
         "lr_scheduler",
         "clip_grad_norm",
         "epochs",

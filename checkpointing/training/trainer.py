@@ -27,6 +27,7 @@ from checkpointing.training.metric_logging import MetricLogger
 from checkpointing.training.rng import rng_state, set_rng_state
 from checkpointing.training.schedule import Schedule
 from checkpointing.training.signals import StoppedBySignal, StopSignals
+from checkpointing.training.step_in_backward import step_in_backward
 from checkpointing.training.tokenizer import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,9 @@ class TrainingOptions:
         save_every_n_steps: save at each such optimizer step too, not only after each epoch.
         save_adapter_weights_only: write the adapter without the merged model.
         log_every_n_steps: optimizer steps between two entries in the log.
+        optimizer_in_bwd: each parameter is stepped within the backward pass, and its gradient
+            freed; without a limit on the gradient, whose norm is not known then, and without
+            accumulation.
         on_save_error: ``stop`` ends the run if the system refuses to write a checkpoint;
             ``continue`` says so and trains on without it. The last one of a run must be written.
         stop_deadline_seconds: time that a run has to save and to end when it gets a SIGTERM or
@@ -99,6 +103,7 @@ class TrainingOptions:
     save_every_n_steps: int | None = None
     save_adapter_weights_only: bool = False
     log_every_n_steps: int = 1
+    optimizer_in_bwd: bool = False
     on_save_error: str = "stop"
     stop_deadline_seconds: float | None = None
 
@@ -112,6 +117,15 @@ class TrainingOptions:
                 raise ConfigError(f"{name}={value}: must be at least 1, or null")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be above 0, or null")
+        if self.optimizer_in_bwd and (
+            self.clip_grad_norm is not None or self.gradient_accumulation_steps > 1
+        ):
+            raise ConfigError(
+                f"optimizer_in_bwd=True with clip_grad_norm={self.clip_grad_norm} and "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: gradients are "
+                "gone before their norm is known, and cannot be accumulated; set clip_grad_norm="
+                "null and gradient_accumulation_steps=1, or optimizer_in_bwd=False"
+            )
         if self.on_save_error not in ("stop", "continue"):
             raise ConfigError(f"on_save_error={self.on_save_error}: there are continue, stop")
         deadline = self.stop_deadline_seconds
@@ -168,6 +182,8 @@ class Trainer:
         self._device = device
         self._record = record
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        if options.optimizer_in_bwd:
+            step_in_backward(optimizer)
         self.epochs_run = 0
         self.steps_run = 0
         self._steps_in_epoch = 0
@@ -275,17 +291,22 @@ class Trainer:
         loss = torch.zeros((), device=self._device)
         for batch in group:
             part = summed_loss(self._model, batch) / labelled
+            if self._options.optimizer_in_bwd:
+                _check_finite(part, "loss", number)
             part.backward()
             loss += part.detach()
         _check_finite(loss, "loss", number)
-        norm = self._gradient_norm()
-        _check_finite(norm, "gradient norm", number)
-        self._optimizer.step()
+        norms = {}
+        if not self._options.optimizer_in_bwd:
+            norm = self._gradient_norm()
+            _check_finite(norm, "gradient norm", number)
+            norms = {"grad_norm": norm.item()}
+            self._optimizer.step()
         seconds = time.perf_counter() - started
         return {
             "loss": loss.item(),
             "lr": float(lr),
-            "grad_norm": norm.item(),
+            **norms,
             "tokens_per_second": sum(batch.num_tokens for batch in group) / seconds,
         }
 
