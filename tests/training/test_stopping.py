@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT, and saves that the system refuses, in real runs."""
 
+import errno
+import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from checkpointing import FullModelHFCheckpointer
 from checkpointing.cli.main import main
 from checkpointing.errors import ConfigError, WriteError
+from checkpointing.storage.writer import CheckpointWriter
 from checkpointing.training import DiskLogger, TrainingOptions
 from tests.cli.command import environment
 from tests.training import runs
@@ -38,18 +40,18 @@ class SlowLogger(DiskLogger):
         time.sleep(self._pause)
 
 
-class LimitingLogger(DiskLogger):
-    """Lets the system refuse to write what is larger than 10 kB after one step, until another."""
+class RefusingLogger(DiskLogger):
+    """Lets the disk refuse checkpoints after one step, until another."""
+
+    refuses = False
 
     def __init__(self, log_dir, first, last):
         super().__init__(log_dir)
-        self._limits = {first: 10_000, last: resource.RLIM_INFINITY}
+        self._changes = {first: True, last: False}
 
     def log_dict(self, payload, step):
         super().log_dict(payload, step)
-        if step in self._limits:
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self._limits[step], hard))
+        RefusingLogger.refuses = self._changes.get(step, RefusingLogger.refuses)
 
 
 class SlowCheckpointer(FullModelHFCheckpointer):
@@ -62,10 +64,17 @@ class SlowCheckpointer(FullModelHFCheckpointer):
 
 
 @pytest.fixture
-def file_size_limit_is_restored():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def refusing_disk(monkeypatch):
+    """A limit of the system itself would hold for the files of the test runner too."""
+    monkeypatch.setattr(RefusingLogger, "refuses", False)
+    original = CheckpointWriter.torch_object
+
+    def torch_object(self, name, content):
+        if RefusingLogger.refuses:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.directory / name))
+        original(self, name, content)
+
+    monkeypatch.setattr(CheckpointWriter, "torch_object", torch_object)
 
 
 # Signals
@@ -198,7 +207,7 @@ def test_a_signal_that_is_ignored_stays_ignored_and_handlers_are_put_back(base, 
 # Saves that the system refuses
 
 LIMITED = (
-    "metric_logger=tests.training.test_stopping.LimitingLogger",
+    "metric_logger=tests.training.test_stopping.RefusingLogger",
     "save_every_n_steps=1",
     "save_adapter_weights_only=True",
 )
@@ -208,16 +217,14 @@ def limited(first, last):
     return (*LIMITED, f"+metric_logger.first={first}", f"+metric_logger.last={last}")
 
 
-def test_a_save_that_the_system_refuses_ends_the_run(base, tmp_path, file_size_limit_is_restored):
+def test_a_save_that_the_system_refuses_ends_the_run(base, tmp_path, refusing_disk):
     with pytest.raises(WriteError, match=r"step_2: could not be saved: File too large"):
         run("lora", base, tmp_path, *limited(2, 9))
     assert checkpoints(tmp_path) == {"step_1"}
     assert sorted(metrics(tmp_path)) == [1, 2]
 
 
-def test_a_run_goes_on_without_it_if_it_is_told_to(
-    base, tmp_path, file_size_limit_is_restored, caplog
-):
+def test_a_run_goes_on_without_it_if_it_is_told_to(base, tmp_path, refusing_disk, caplog):
     run("lora", base, tmp_path / "whole", "save_adapter_weights_only=True")
     run("lora", base, tmp_path / "out", *limited(2, 4), "on_save_error=continue")
     # Steps 2 and 3 could not be saved; 4 is the end of the first epoch.
@@ -232,7 +239,7 @@ def test_a_run_goes_on_without_it_if_it_is_told_to(
     assert not list((tmp_path / "out").glob(".*saving*"))
 
 
-def test_the_last_save_of_a_run_must_succeed(base, tmp_path, file_size_limit_is_restored):
+def test_the_last_save_of_a_run_must_succeed(base, tmp_path, refusing_disk):
     with pytest.raises(WriteError, match="epoch_1: could not be saved"):
         run("lora", base, tmp_path, *limited(7, 99), "on_save_error=continue")
     assert "step_6" in checkpoints(tmp_path)
