@@ -13,7 +13,7 @@ that there A and B change places: A is ``(E r, out)`` and B ``(in, r E)``.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -160,12 +160,17 @@ def pack(
             key = prefix + packed_key(module.foreign, parameter, adapted)
             rank, scale = sum(map(config.rank, names)), config.scale(names[0])
             packed.append(PackedParameter(key, f"{module.foreign}.{parameter}", rank, scale))
-            dtype = adapter.metas[EXPERTS_A.native_name(names[0])].dtype
             factors = {name: config.scale(name) / scale for name in names}
             for end, shape in zip((_A, _B), module.shapes(parameter, rank), strict=True):
-                metas[key + end] = TensorMeta(shape, dtype)
+                is_a = (end == _A) != module.is_swapped
+                own = EXPERTS_A if is_a else EXPERTS_B
+                dtypes = [adapter.metas[own.native_name(name)].dtype for name in names]
+                if not is_a and set(factors.values()) != {1.0}:
+                    dtypes.append(torch.float32)  # for products that a shorter dtype would round
+                meta = TensorMeta(shape, reduce(torch.promote_types, dtypes))
+                metas[key + end] = meta
                 compute[key + end] = partial(
-                    _packed, adapter, module, parameter, factors, (end == _A) != module.is_swapped
+                    _packed, adapter, module, parameter, factors, is_a, meta.dtype
                 )
     return PackedExperts(
         LazyTensors(metas, compute),
@@ -180,6 +185,7 @@ def _packed(
     parameter: str,
     factors: Mapping[str, float],
     is_a: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """One of the two matrices, as PEFT stores it: the native A of all parts, or their B.
 
@@ -187,12 +193,13 @@ def _packed(
     stand side by side and their B on the diagonal.
     """
     if is_a:
-        matrix = torch.cat([adapter.read(EXPERTS_A.native_name(name)) for name in factors], dim=2)
+        parts = [adapter.read(EXPERTS_A.native_name(name)).to(dtype) for name in factors]
+        matrix = torch.cat(parts, dim=2)
         return _second(matrix) if module.is_swapped else _first(matrix.mT)
     blocks = []
     _, out = module.sizes(parameter)
     for name, factor in factors.items():
-        part = adapter.read(EXPERTS_B.native_name(name))
+        part = adapter.read(EXPERTS_B.native_name(name)).to(dtype)
         block = part.new_zeros(*part.shape[:2], out * len(PACKED[parameter]))
         start = module.natives(parameter).index(name) * out
         block[..., start : start + out] = part * factor

@@ -187,6 +187,36 @@ def test_in_a_the_expert_is_slowest_and_in_b_it_is_fastest(tmp_path):
     assert peft_config["target_modules"] == []
 
 
+def test_tensors_of_different_dtypes_are_packed_without_rounding(tmp_path):
+    write("mixtral", tmp_path / "base")
+    config = AdapterConfig(
+        4, 6, ("gate_proj", "up_proj"), alpha_pattern={"layers.1.mlp.experts.up_proj": 7}
+    )
+    saving = FullModelHFCheckpointer(
+        tmp_path / "base", output_dir=tmp_path / "out", adapter_form="exact"
+    )
+    # Of gate B is short, of up both are.
+    adapter = {
+        name: tensor.bfloat16() if name.endswith("gate_b") or "_up_" in name else tensor
+        for name, tensor in random_adapter(saving.model_config.dims, config).items()
+    }
+    state = {"adapter": adapter, "adapter_config": config.to_state()}
+    saved = saving.save_checkpoint(state, epoch=0, adapter_only=True)
+    key = "base_model.model.model.layers.{}.mlp.experts.lora_{}.weight"
+    written = load_file(saved / "adapter_model.safetensors")
+    dtypes = [written[key.format(layer, end)].dtype for layer in (0, 1) for end in "AB"]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    for name in ("adapter_model.pt", "manifest.json"):
+        (saved / name).unlink()
+    back = FullModelHFCheckpointer(tmp_path / "base", adapter_checkpoint=saved).load_checkpoint()
+    again = AdapterConfig.from_state(back["adapter_config"])
+    weights = {name: tensor.double() for name, tensor in back["model"].items()}
+    was = MergedStateDict(weights, adapter, config)
+    now = MergedStateDict(weights, back["adapter"], again)
+    for name in was:
+        torch.testing.assert_close(now[name], was[name], rtol=1e-6, atol=1e-7)
+
+
 def test_packed_tensors_that_do_not_fit_are_refused_by_name(tmp_path):
     write("mixtral", tmp_path / "base")
     key = "base_model.model.model.layers.0.mlp.experts"
