@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from checkpointing.errors import ConfigError
-from checkpointing.mapping.tensors import TensorMeta, TensorSource
+from checkpointing.errors import ConfigError, TensorMismatchError
+from checkpointing.mapping.tensors import TensorMeta, TensorSource, meta_of
 from checkpointing.storage.digest import DigestingFile, checksum_of
 from checkpointing.storage.read import SAFETENSORS_DTYPES
 
@@ -67,7 +67,14 @@ def write_safetensors(
     encoded += b" " * (-len(encoded) % 8)
     file.write(len(encoded).to_bytes(8, "little") + encoded)
     for name in names:
-        file.write_tensor(name, tensor_bytes(source.read(name)))
+        tensor = source.read(name)
+        if meta_of(tensor) != source.metas[name]:
+            raise TensorMismatchError(
+                "writing tensors",
+                [f"{name}: is {meta_of(tensor)}, and was announced as {source.metas[name]}"],
+                "This is a fault of the program, not of your files; please report it.",
+            )
+        file.write_tensor(name, tensor_bytes(tensor))
         progress(source.metas[name].nbytes)
 
 

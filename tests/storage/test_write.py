@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from checkpointing.errors import ConfigError
+from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.mapping.tensors import StateDictSource, TensorMeta
 from checkpointing.storage.read import SAFETENSORS_DTYPES, SafetensorsSource
 from checkpointing.storage.write import parse_size, plan_shards
@@ -115,3 +115,10 @@ def test_a_shard_size_reads_as_bytes(text, nbytes):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="max_shard_size"):
         parse_size(text)
+
+
+def test_a_tensor_that_is_not_what_was_announced_is_never_written(tmp_path):
+    source = StateDictSource({"a": torch.ones(3, 5)})
+    source.metas["a"] = TensorMeta((3, 5), torch.bfloat16)
+    with pytest.raises(TensorMismatchError, match=r"a: is \[3, 5\] float32, .* \[3, 5\] bfloat16"):
+        write(tmp_path / "t.safetensors", source)
