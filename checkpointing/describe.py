@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.adapter_checkpoint import AdapterCheckpoint, has_adapter, open_adapter
-from checkpointing.adapters.lora import weight_updates
+from checkpointing.adapters.lora import adapter_modules, weight_updates
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats.detect import FoundModel, find_model
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
@@ -135,10 +135,13 @@ def relative_updates(
         TensorMismatchError: lists every tensor of the adapter that does not fit.
     """
     adapter.check_base(base, where)
-    merged = MeasuredMerge(base, *weight_updates(adapter.tensors, adapter.config))
-    names = [kind.weight.native_name(module) for module, kind in merged.modules.items()]
+    updates, config = weight_updates(adapter.tensors, adapter.config)
+    merged = MeasuredMerge(base, updates, config)
+    modules = adapter_modules(updates.metas)
+    names = [kind.weight.native_name(module) for module, kind in modules.items()]
     with bytes_progress("measuring", sum(merged.metas[n].nbytes for n in names)) as progress:
         for name in names:
             merged.read(name)
             progress(merged.metas[name].nbytes)
-    return {module: merged.survival[module].relative_update for module in merged.modules}
+    survival = merged.survival
+    return {module: survival[module].relative_update for module in modules}

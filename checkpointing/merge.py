@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,10 +9,15 @@ from torch import Tensor
 
 from checkpointing.adapter_checkpoint import AdapterCheckpoint, open_adapter
 from checkpointing.adapters.config import AdapterConfig
-from checkpointing.adapters.lora import MergedStateDict, adapter_modules, trained_tensors
+from checkpointing.adapters.lora import (
+    MergedStateDict,
+    merged_weight,
+    trained_tensors,
+    unrounded_merge,
+)
 from checkpointing.convert import ModelToWrite, plan_model
 from checkpointing.formats.detect import find_model
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import TensorSource
 from checkpointing.storage.mirror import local, origin_of
 
 
@@ -70,81 +74,70 @@ class Survival:
         return (self.update / self.weight) ** 0.5 if self.weight else float("inf")
 
 
-class _Widened:
-    """A source in a dtype wide enough that the rounding of a merge shows against it."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self.metas = {
-            name: TensorMeta(meta.shape, _wide(meta.dtype)) for name, meta in source.metas.items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._source.read(name).to(self.metas[name].dtype)
-
-
-class _LastKept:
-    """A source that need not compute a tensor anew which is read several times in a row."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self.metas = source.metas
-        self._last: tuple[str, Tensor] | None = None
-
-    def read(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = (name, self._source.read(name))
-        return self._last[1]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else torch.float64
-
-
-class MeasuredMerge(LazyTensors):
+class MeasuredMerge(MergedStateDict):
     """The merged weights of a model, which are measured when they are read.
-
-    Attributes:
-        survival: for every merged module that has been read, by native name.
 
     Args:
         base: native weights.
         adapter: native adapter tensors.
         config: the adapter's hyper-parameters.
+        sampled: of a large weight, only one row in so many is measured.
 
     Raises:
         TensorMismatchError: if the adapter does not fit the base.
     """
 
-    def __init__(self, base: TensorSource, adapter: TensorSource, config: AdapterConfig) -> None:
-        self.survival: dict[str, Survival] = {}
-        self._base = base
-        self._merged = MergedStateDict(base, adapter, config)
-        self._exact = MergedStateDict(_Widened(base), adapter, config)
-        self.modules = adapter_modules(adapter.metas)
-        compute = {name: partial(self._merged.read, name) for name in self._merged.metas}
-        compute |= {
-            kind.weight.native_name(module): partial(self._measure, module)
-            for module, kind in self.modules.items()
-        }
-        super().__init__(self._merged.metas, compute)
+    def __init__(
+        self, base: TensorSource, adapter: TensorSource, config: AdapterConfig, sampled: int = 1
+    ) -> None:
+        self._measured: dict[str, list[Survival]] = {}
+        self._sampled = sampled
+        super().__init__(base, adapter, config)
 
-    def _measure(self, module: str) -> Tensor:
-        name = self.modules[module].weight.native_name(module)
-        stored = self._merged.read(name)
-        weight = self._base.read(name).to(_wide(stored.dtype))
-        update = self._exact.read(name) - weight
-        kept = stored.to(weight.dtype) - weight
-        updated = update != 0
-        self.survival[module] = Survival(
-            updated=int(updated.sum()),
-            changed=int((updated & (kept != 0)).sum()),
-            update=_squares(update),
-            kept=_squares(kept),
-            lost=_squares(kept - update),
-            weight=_squares(weight),
-        )
+    @property
+    def survival(self) -> dict[str, Survival]:
+        """What is left of the update of every merged module that has been read, by native name."""
+        return {module: sum(parts, Survival()) for module, parts in self._measured.items()}
+
+    def _merge(
+        self, module: str, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None
+    ) -> Tensor:
+        scale = self._config.scale(module)
+        wide = _wide(weight.dtype)
+        exact = unrounded_merge(weight, lora_a, lora_b, scale, magnitude, wide)
+        if wide == torch.float32:
+            stored = exact.to(weight.dtype)
+        else:
+            stored = merged_weight(weight, lora_a, lora_b, scale, magnitude)
+        rows = slice(None, None, self._sampled if weight.shape[-2] >= _MANY_ROWS else 1)
+        one = _survival(weight[..., rows, :], exact[..., rows, :], stored[..., rows, :])
+        # Several threads may read; appending is one step, which adding to a sum is not.
+        self._measured.setdefault(module, []).append(one)
         return stored
+
+
+# A row has thousands of elements, so that these tell the shares of a model to three digits.
+_SAMPLED, _MANY_ROWS = 8, 64
+
+
+def _survival(weight: Tensor, exact: Tensor, stored: Tensor) -> Survival:
+    before = weight.to(exact.dtype)
+    update = exact - before
+    kept = stored.to(exact.dtype).sub_(before)
+    updated, update_norm = int(torch.count_nonzero(update)), _squares(update)
+    return Survival(
+        updated=updated,
+        changed=int(torch.count_nonzero(kept)),
+        update=update_norm,
+        kept=_squares(kept),
+        lost=_squares(update.sub_(kept)),
+        weight=_squares(before),
+    )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Wide enough that the rounding of a merge shows against it."""
+    return torch.float32 if dtype.itemsize < 4 else torch.float64
 
 
 def _squares(tensor: Tensor) -> float:
@@ -207,8 +200,8 @@ def plan_merge(
     opened = open_adapter(adapter, model)
     opened.check_base(model.native, base)
     rounding = None if original_base else opened.base_rounding
-    weights = model.native if rounding is None else _LastKept(rounding.rounded(model.native))
-    merged = MeasuredMerge(weights, opened.tensors, opened.config)
+    weights = model.native if rounding is None else rounding.rounded(model.native)
+    merged = MeasuredMerge(weights, opened.tensors, opened.config, _SAMPLED)
     merged_model = replace(model, native=merged)
     plan = plan_model(found, merged_model, to or found.format.name, max_shard_size)
     facts = {**plan.facts, "merged_adapter": origin_of(adapter)}

@@ -78,7 +78,7 @@ class NF4Rounding:
             TensorMismatchError: lists the weights that cannot be rounded.
         """
         check_shapes({name: meta.shape for name, meta in base.metas.items()})
-        return LazyTensors(
+        return LazyTensors.of_whole(
             {name: TensorMeta(meta.shape, self.dtype) for name, meta in base.metas.items()},
             {name: partial(self._read, base, name) for name in base.metas},
         )
@@ -103,7 +103,7 @@ def is_quantized(name: str, shape: Sequence[int]) -> bool:
 def dequantized(state_dict: Mapping[str, Tensor]) -> LazyTensors:
     """The plain tensors that a state dict stands for, each of its own dtype, when they are read."""
     # `to` with a dtype dequantises an NF4 tensor, and gives back one that has the dtype already.
-    return LazyTensors(
+    return LazyTensors.of_whole(
         {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in state_dict.items()},
         {name: partial(tensor.to, tensor.dtype) for name, tensor in state_dict.items()},
     )

@@ -1,8 +1,8 @@
 """The arithmetic of LoRA and DoRA on native tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from checkpointing.mapping.rules import (
 )
 from checkpointing.mapping.tensors import (
     LazyTensors,
+    Rows,
     TensorMeta,
     TensorSource,
     as_source,
@@ -51,12 +52,23 @@ def merged_weight(
         A new tensor ``[..., out, in]``; the inputs are not changed.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    delta = (lora_b.to(dtype) @ lora_a.to(dtype)) * scale
-    merged = weight.to(dtype) + delta
+    return unrounded_merge(weight, lora_a, lora_b, scale, magnitude, dtype).to(weight.dtype)
+
+
+def unrounded_merge(
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    magnitude: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As :func:`merged_weight`, in the dtype that is computed in."""
+    merged = (lora_b.to(dtype) @ lora_a.to(dtype)).mul_(scale).add_(weight.to(dtype))
     if magnitude is not None:
         norms = torch.linalg.vector_norm(merged, dim=-1)
-        merged = merged * (magnitude.to(dtype) / norms)[..., None]
-    return merged.to(weight.dtype)
+        merged *= (magnitude.to(dtype) / norms)[..., None]
+    return merged
 
 
 def adapter_modules(names: Iterable[str]) -> dict[str, AdapterKind]:
@@ -229,7 +241,7 @@ def weight_updates(
         for parameter in config.parameters(kind)
     ]
     metas = {name: adapter.metas[name] for name in names}
-    return LazyTensors(metas, {name: partial(adapter.read, name) for name in names}), config
+    return LazyTensors(metas, {name: partial(adapter.rows, name) for name in names}), config
 
 
 class MergedStateDict(LazyTensors):
@@ -255,20 +267,18 @@ class MergedStateDict(LazyTensors):
         config: AdapterConfig,
     ) -> None:
         base_source, adapter_source = as_source(base), as_source(adapter)
-        self._base, self._config = base_source, config
+        self._base, self._adapter, self._config = base_source, adapter_source, config
         check_adapter(adapter_source.metas, config, shapes_of(base_source), "merging an adapter")
-        compute = {name: partial(base_source.read, name) for name in base_source.metas}
+        rows: dict[str, Callable[[], Rows]] = {
+            name: partial(base_source.rows, name) for name in base_source.metas
+        }
         without_bias = []
         for module, kind in adapter_modules(adapter_source.metas).items():
-            compute[kind.weight.native_name(module)] = partial(
-                _read_merged, base_source, adapter_source, config, module, kind
-            )
+            rows[kind.weight.native_name(module)] = partial(self._merged, module, kind)
             if config.lora_bias and kind.bias is not None:
                 name = BIAS.native_name(module)
-                without_bias += [module] if name not in compute else []
-                own = kind.bias.native_name(module)
-                scale = config.scale(module)
-                compute[name] = partial(_read_bias, base_source, adapter_source, name, own, scale)
+                without_bias += [module] if name not in rows else []
+                rows[name] = partial(self._bias, name, kind.bias.native_name(module), module)
         if without_bias:
             raise TensorMismatchError(
                 "merging an adapter with lora_bias",
@@ -277,45 +287,76 @@ class MergedStateDict(LazyTensors):
                 "(save_adapter_weights_only=True), or train without lora_bias.",
             )
         for names in trained_tensors(adapter_source.metas).values():
-            for name in names:
-                dtype = base_source.metas[name].dtype
-                compute[name] = partial(_read_trained, adapter_source, name, dtype)
-        super().__init__(base_source.metas, compute)
+            rows |= {name: partial(self._trained, name) for name in names}
+        super().__init__(base_source.metas, rows)
 
     def with_adapter(self, adapter: Mapping[str, Tensor]) -> "MergedStateDict":
         """The same base with other tensors of such an adapter, as a copy of them."""
         return MergedStateDict(self._base, adapter, self._config)
 
+    def _merged(self, module: str, kind: AdapterKind) -> Rows:
+        """A merged weight, a few rows at a time, unless each needs all of them."""
+        axes = kind.weight.axes
+        name = kind.weight.native_name(module)
+        weight = self._base.rows(name)
+        order = sorted(range(len(axes)), key=lambda dim: _MATRIX.index(axes[dim]))
+        back = [order.index(dim) for dim in range(len(axes))]
+        own = [kind.a, kind.b, *([kind.magnitude] if kind.magnitude is not None else [])]
+        if not self._config.use_dora:
+            own = own[:2]
 
-def _read_bias(
-    base: TensorSource, adapter: TensorSource, name: str, lora_bias: str, scale: float
-) -> Tensor:
-    bias = base.read(name)
-    dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
-    return (bias.to(dtype) + scale * adapter.read(lora_bias).to(bias.device, dtype)).to(bias.dtype)
+        @cache
+        def tensors() -> list[Tensor]:
+            return [self._adapter.read(one.native_name(module)) for one in own]
 
+        def read(start: int, stop: int) -> Tensor:
+            some = weight.read(start, stop)
+            parts = [
+                _matrix(
+                    _along(tensor, parameter.axes, axes[0], start, stop).to(some.device),
+                    parameter.axes,
+                )
+                for parameter, tensor in zip(own, tensors(), strict=True)
+            ]
+            magnitude = parts[2] if len(parts) == 3 else None
+            merged = self._merge(module, some.permute(order), parts[0], parts[1], magnitude)
+            return merged.permute(back)
 
-def _read_trained(adapter: TensorSource, name: str, dtype: torch.dtype) -> Tensor:
-    return adapter.read(name).to(dtype)
+        # DoRA divides each output row by its norm.
+        if self._config.use_dora and axes[0] == "in":
+            return Rows.whole(self._base.metas[name].shape, lambda: read(0, weight.count))
+        return replace(weight, read=read)
+
+    def _merge(
+        self, module: str, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None
+    ) -> Tensor:
+        """:func:`merged_weight` of some rows of a module's weight."""
+        return merged_weight(weight, lora_a, lora_b, self._config.scale(module), magnitude)
+
+    def _bias(self, name: str, lora_bias: str, module: str) -> Rows:
+        def read() -> Tensor:
+            bias = self._base.read(name)
+            dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
+            update = self._config.scale(module) * self._adapter.read(lora_bias).to(
+                bias.device, dtype
+            )
+            return (bias.to(dtype) + update).to(bias.dtype)
+
+        return Rows.whole(self._base.metas[name].shape, read)
+
+    def _trained(self, name: str) -> Rows:
+        dtype = self._base.metas[name].dtype
+        return self._adapter.rows(name).map(lambda rows: rows.to(dtype))
 
 
 # Matrices of linear maps, perhaps one for each expert.
 _MATRIX = ("expert", "out", "rank", "in")
 
 
-def _read_merged(
-    base: TensorSource, adapter: TensorSource, config: AdapterConfig, module: str, kind: AdapterKind
-) -> Tensor:
-    weight = base.read(kind.weight.native_name(module))
-    order = sorted(range(weight.dim()), key=lambda dim: _MATRIX.index(kind.weight.axes[dim]))
+def _along(tensor: Tensor, axes: tuple[str, ...], axis: str, start: int, stop: int) -> Tensor:
+    """The range along an axis that a tensor may have; a view."""
+    return tensor.narrow(axes.index(axis), start, stop - start) if axis in axes else tensor
 
-    def matrix(parameter: Parameter) -> Tensor:
-        tensor = adapter.read(parameter.native_name(module)).to(weight.device)
-        dims = sorted(range(tensor.dim()), key=lambda dim: _MATRIX.index(parameter.axes[dim]))
-        return tensor.permute(dims)
 
-    magnitude = matrix(kind.magnitude) if kind.magnitude and config.use_dora else None
-    merged = merged_weight(
-        weight.permute(order), matrix(kind.a), matrix(kind.b), config.scale(module), magnitude
-    )
-    return merged.permute([order.index(dim) for dim in range(weight.dim())])
+def _matrix(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: _MATRIX.index(axes[dim])))

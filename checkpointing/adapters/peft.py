@@ -185,9 +185,9 @@ def _peft_only(config: AdapterConfig, layout: Layout, carrying: set[str]) -> tup
 def _joined(first: LazyTensors, second: LazyTensors, prefix: str) -> LazyTensors:
     """The tensors of both, those of the second under longer names."""
     metas = {**first.metas, **{prefix + name: meta for name, meta in second.metas.items()}}
-    compute = {name: partial(first.read, name) for name in first}
-    compute |= {prefix + name: partial(second.read, name) for name in second}
-    return LazyTensors(metas, compute)
+    rows = {name: partial(first.rows, name) for name in first}
+    rows |= {prefix + name: partial(second.rows, name) for name in second}
+    return LazyTensors(metas, rows)
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class _Tensors:
 
     def lazy(self) -> LazyTensors:
         """All that was added."""
-        return LazyTensors(self._metas, self._compute)
+        return LazyTensors.of_whole(self._metas, self._compute)
 
     def _dtype(self, module: _ForeignModule, parameter: Parameter) -> torch.dtype:
         names = [parameter.native_name(part.native) for part in module.parts]

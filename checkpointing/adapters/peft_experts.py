@@ -173,7 +173,7 @@ def pack(
                     _packed, adapter, module, parameter, factors, is_a, meta.dtype
                 )
     return PackedExperts(
-        LazyTensors(metas, compute),
+        LazyTensors.of_whole(metas, compute),
         tuple(packed),
         target_parameters([one.name for one in packed], layout),
     )
@@ -384,7 +384,7 @@ def unpack(
             compute[name_a] = partial(_unpacked, tensors, one, True)
             compute[name_b] = partial(_unpacked, tensors, one, False, part * out, out)
     return UnpackedExperts(
-        LazyTensors(metas, compute), ranks, names, frozenset(keys), tuple(problems)
+        LazyTensors.of_whole(metas, compute), ranks, names, frozenset(keys), tuple(problems)
     )
 
 

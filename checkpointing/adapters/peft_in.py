@@ -156,7 +156,7 @@ def from_peft(
     for other in (packed.tensors, whole.tensors):
         metas |= other.metas
         compute |= {name: partial(other.read, name) for name in other.metas}
-    return LazyTensors(metas, compute), adapter_config
+    return LazyTensors.of_whole(metas, compute), adapter_config
 
 
 def _unwanted(found: AdapterTensor) -> str:

@@ -77,7 +77,7 @@ def whole_modules(
     stored |= copies
     tensors = LazyTensors(
         {name: planned.metas[own] for name, own in stored.items()},
-        {name: partial(planned.read, own) for name, own in stored.items()},
+        {name: partial(planned.rows, own) for name, own in stored.items()},
     )
     return WholeModules(tensors, _shortest(layout, trained), bool(copies))
 
@@ -86,9 +86,9 @@ def _with_head(adapter: TensorSource, base: TensorSource) -> TensorSource:
     head = WEIGHT.native_name(CLASSIFIER_HEAD)
     if head in adapter.metas:
         return adapter
-    compute = {name: partial(adapter.read, name) for name in adapter.metas}
+    rows = {name: partial(adapter.rows, name) for name in adapter.metas}
     return LazyTensors(
-        {**adapter.metas, head: base.metas[head]}, {**compute, head: partial(base.read, head)}
+        {**adapter.metas, head: base.metas[head]}, {**rows, head: partial(base.rows, head)}
     )
 
 

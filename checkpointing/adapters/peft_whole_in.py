@@ -83,8 +83,8 @@ def whole_from_peft(
     native = LazyTensors({}, {})
     if modules and not problems:
         metas = {name: tensors.metas[found.key] for name, found in trained.items()}
-        read = {name: partial(tensors.read, found.key) for name, found in trained.items()}
-        renamed = LazyTensors(metas, read)
+        rows = {name: partial(tensors.rows, found.key) for name, found in trained.items()}
+        renamed = LazyTensors(metas, rows)
         native = plan_to_native(layout, metas, "modules_to_save", modules).over(renamed)
     return WholeModulesIn(native, _short_names(layout, modules), problems)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from checkpointing.mapping.axis_ops import IDENTITY, RopeOrder
+from checkpointing.mapping.axis_ops import IDENTITY, AxisOp, RopeOrder
 from checkpointing.mapping.rules import Dropped, Module, Rule, Tied, embedding, linear, norm
 
 LAYER = "layers.{layer}."
@@ -89,12 +89,12 @@ def hf_rules(
         permuted: the native decoder rotates neighbouring pairs of a head, so rows of q and k move.
         qk_norm: queries and keys have norms.
     """
-    query, key = (RopeOrder("heads"), RopeOrder("kv_heads")) if permuted else (IDENTITY, IDENTITY)
+    rope: AxisOp = RopeOrder() if permuted else IDENTITY
     attention = HF_LAYER + "self_attn."
     return (
         Rule("tok_embeddings", "model.embed_tokens"),
-        Rule(LAYER + "attn.q_proj", attention + "q_proj", out=query),
-        Rule(LAYER + "attn.k_proj", attention + "k_proj", out=key),
+        Rule(LAYER + "attn.q_proj", attention + "q_proj", out=rope),
+        Rule(LAYER + "attn.k_proj", attention + "k_proj", out=rope),
         Rule(LAYER + "attn.v_proj", attention + "v_proj"),
         Rule(LAYER + "attn.output_proj", attention + "o_proj"),
         *(Rule(f"{LAYER}attn.{n}", attention + n) for n in ("q_norm", "k_norm") if qk_norm),

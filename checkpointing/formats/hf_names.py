@@ -15,7 +15,7 @@ from torch import Tensor
 from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.rules import LAYER, Dropped, Rule
-from checkpointing.mapping.tensors import TensorMeta, TensorSource
+from checkpointing.mapping.tensors import Rows, TensorMeta, TensorSource
 from checkpointing.printable import printable
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,9 @@ class _Renamed:
 
     def read(self, name: str) -> Tensor:
         return self._source.read(self._in_file[name])
+
+    def rows(self, name: str) -> Rows:
+        return self._source.rows(self._in_file[name])
 
 
 def read_names(names: Iterable[str], family: Family, subject: str) -> TensorNames:

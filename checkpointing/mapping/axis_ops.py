@@ -26,6 +26,10 @@ class AxisOp(ABC):
     def to_native(self, tensor: Tensor, dim: int, dims: Dims) -> Tensor:
         """The exact inverse of :meth:`to_foreign`."""
 
+    @abstractmethod
+    def unit(self, dims: Dims) -> int:
+        """Along the axis, multiples of this length are carried over by themselves."""
+
 
 @dataclass(frozen=True)
 class Identity(AxisOp):
@@ -36,6 +40,9 @@ class Identity(AxisOp):
 
     def to_native(self, tensor: Tensor, dim: int, dims: Dims) -> Tensor:
         return tensor
+
+    def unit(self, dims: Dims) -> int:
+        return 1
 
 
 IDENTITY = Identity()
@@ -48,18 +55,16 @@ class RopeOrder(AxisOp):
     The native decoder rotates neighbouring pairs, as Meta's code does; Hugging Face rotates a
     head's first half against its second. So native row ``2 i + j`` of a head is foreign row
     ``j head_dim / 2 + i``.
-
-    Attributes:
-        heads: the field of ``Dims`` that counts the heads along the axis.
     """
 
-    heads: str
-
     def to_foreign(self, tensor: Tensor, dim: int, dims: Dims) -> Tensor:
-        return self._swap(tensor, dim, (getattr(dims, self.heads), dims.head_dim // 2, 2))
+        return self._swap(tensor, dim, (-1, dims.head_dim // 2, 2))
 
     def to_native(self, tensor: Tensor, dim: int, dims: Dims) -> Tensor:
-        return self._swap(tensor, dim, (getattr(dims, self.heads), 2, dims.head_dim // 2))
+        return self._swap(tensor, dim, (-1, 2, dims.head_dim // 2))
+
+    def unit(self, dims: Dims) -> int:
+        return dims.head_dim
 
     @staticmethod
     def _swap(tensor: Tensor, dim: int, split: tuple[int, int, int]) -> Tensor:

@@ -20,9 +20,10 @@ from checkpointing.mapping.rules import (
     expand,
     lengths,
 )
+from checkpointing.mapping.tensors import Rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ModulePair:
     """One native module and its foreign counterpart, by full names.
 
@@ -79,22 +80,67 @@ class ModulePair:
 
     def foreign_shape(self, parameter: Parameter, rank: int = 0) -> tuple[int, ...]:
         """Shape of the foreign tensor, with all fused parts. No op changes the size of an axis."""
-        sizes = self.module.sizes(self.dims, rank) | {self.rule.along: self.foreign_length}
+        sizes = self.module.sizes(self.dims, rank)
+        sizes[self.rule.along] = self.foreign_length
         return lengths(self._axes(parameter)[1], sizes, self.dims)
 
     def part_of(self, foreign: Tensor, parameter: Parameter) -> Tensor:
         """This module's part of a foreign tensor; a view of it."""
-        size = self.module.sizes(self.dims)[self.rule.along]
-        for dim, axis in enumerate(self._axes(parameter)[1]):
-            if axis == self.rule.along and size != foreign.shape[dim]:
-                foreign = foreign.narrow(dim, self.start, size)
-        return foreign
+        return self.part_of_rows(Rows.of(foreign), parameter).read_all()
 
     def slice_of(self, native: Tensor, parameter: Parameter) -> Tensor:
         """This expert's slice of a native tensor, or all of it; a view of it."""
+        return self.slice_of_rows(Rows.of(native), parameter).read_all()
+
+    def part_of_rows(self, foreign: Rows, parameter: Parameter) -> Rows:
+        """This module's part of a foreign tensor."""
+        axes = self._axes(parameter)[1]
+        if self.rule.along not in axes:
+            return foreign
+        dim, size = axes.index(self.rule.along), self.module.sizes(self.dims)[self.rule.along]
+        if size == self.foreign_length:
+            return foreign
+        if dim == 0:
+            return foreign.narrow(self.start, size)
+        return foreign.map(lambda rows: rows.narrow(dim, self.start, size))
+
+    def slice_of_rows(self, native: Rows, parameter: Parameter) -> Rows:
+        """This expert's slice of a native tensor, or all of it."""
         if self.expert is None:
             return native
-        return native.select(parameter.axes.index("expert"), self.expert)
+        dim, expert = parameter.axes.index("expert"), self.expert
+        one = native if dim else native.narrow(expert, 1)
+        return Rows.whole(
+            self._own_shape(self._axes(parameter)[0]),
+            lambda: one.read_all().select(dim, expert if dim else 0),
+        )
+
+    def rows_to_foreign(self, native: Rows, parameter: Parameter) -> Rows:
+        """:meth:`to_foreign`, a few rows at a time where it works so."""
+        unit = self._row_unit(parameter)
+        if unit is None:
+            shape = self._own_shape(self._axes(parameter)[1])
+            return Rows.whole(shape, lambda: self.to_foreign(native.read_all(), parameter))
+        return native.map(lambda rows: self.to_foreign(rows, parameter), unit)
+
+    def rows_to_native(self, foreign: Rows, parameter: Parameter) -> Rows:
+        """:meth:`to_native`, a few rows at a time where it works so."""
+        unit = self._row_unit(parameter)
+        if unit is None:
+            shape = self._own_shape(self._axes(parameter)[0])
+            return Rows.whole(shape, lambda: self.to_native(foreign.read_all(), parameter))
+        return foreign.map(lambda rows: self.to_native(rows, parameter), unit)
+
+    def _own_shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return lengths(axes, self.module.sizes(self.dims), self.dims)
+
+    def _row_unit(self, parameter: Parameter) -> int | None:
+        """Number of rows that are carried over by themselves; ``None`` if only all of them are."""
+        native, foreign = self._axes(parameter)
+        if parameter.recast is not None or not native or native[0] != foreign[0]:
+            return None
+        _, op = next(self._ops(foreign))
+        return op.unit(self.dims)
 
     def _axes(self, parameter: Parameter) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Axes of this pair's native and foreign tensor."""
@@ -133,6 +179,7 @@ class Layout:
         self._rules = {rule.native: rule for rule in entries if isinstance(rule, Rule)}
         self._ties = {tie.native: tie for tie in entries if isinstance(tie, Tied)}
         self._dropped = [drop.foreign for drop in entries if isinstance(drop, Dropped)]
+        self._places = {rule.native: self._place(rule) for rule in self._rules.values()}
         self.pairs = tuple(self._pairs())
 
     def _pairs(self) -> Iterator[ModulePair]:
@@ -150,7 +197,7 @@ class Layout:
         rule = self._rules[module.name]
         native = rule.native.replace(LAYER, str(layer))
         foreign = rule.foreign.replace(LAYER, str(self._foreign_number(module, rule, layer)))
-        start, length = self._place(rule)
+        start, length = self._places[module.name]
         if EXPERT not in foreign:
             yield ModulePair(native, foreign, module, rule, self.dims, start, length)
             return

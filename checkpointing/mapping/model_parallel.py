@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.rules import LAYER, Parameter, Rule
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, Rows, TensorMeta, TensorSource
 
 
 def split_axes(family: Family, format: str, layers: int) -> dict[str, tuple[Parameter, Rule]]:
@@ -77,8 +77,8 @@ def join(
         raise TensorMismatchError(
             where, problems, "The files must be all the shards of one checkpoint, and no others."
         )
-    compute = {name: partial(_read_joined, ranks, name, dims.get(name)) for name in first}
-    return LazyTensors(metas, compute), dims
+    rows = {name: partial(_joined, ranks, name, dims.get(name)) for name in first}
+    return LazyTensors(metas, rows), dims
 
 
 def _cut_dimension(
@@ -98,10 +98,16 @@ def _cut_dimension(
     return parameter.axes.index(rule.split[-1])
 
 
-def _read_joined(ranks: Sequence[TensorSource], name: str, dim: int | None) -> Tensor:
-    shards = [rank.read(name) for rank in ranks]
+def _joined(ranks: Sequence[TensorSource], name: str, dim: int | None) -> Rows:
+    shards = [rank.rows(name) for rank in ranks]
     if dim is not None:
-        return torch.cat(shards, dim)
+        return Rows.side_by_side(shards, dim) if dim else Rows.concatenated(shards)
+    return Rows.whole(ranks[0].metas[name].shape, partial(_read_copies, shards, name))
+
+
+def _read_copies(copies: Sequence[Rows], name: str) -> Tensor:
+    """What every shard holds the same copy of."""
+    shards = [copy.read_all() for copy in copies]
     if not all(torch.equal(shards[0], shard) for shard in shards[1:]):
         raise TensorMismatchError(
             "shards of one model",
@@ -121,20 +127,23 @@ def cut(source: TensorSource, cut_dims: Mapping[str, int], ranks: int) -> list[L
     """
     shards = []
     for rank in range(ranks):
-        metas, compute = {}, {}
+        metas, rows = {}, {}
         for name, meta in source.metas.items():
             dim = cut_dims.get(name)
             if dim is None:
                 metas[name] = meta
-                compute[name] = partial(source.read, name)
+                rows[name] = partial(source.rows, name)
                 continue
             size = meta.shape[dim] // ranks
             shape = (*meta.shape[:dim], size, *meta.shape[dim + 1 :])
             metas[name] = TensorMeta(shape, meta.dtype)
-            compute[name] = partial(_read_slice, source, name, dim, rank * size, size)
-        shards.append(LazyTensors(metas, compute))
+            rows[name] = partial(_slice, source, name, dim, rank * size, size)
+        shards.append(LazyTensors(metas, rows))
     return shards
 
 
-def _read_slice(source: TensorSource, name: str, dim: int, start: int, size: int) -> Tensor:
-    return source.read(name).narrow(dim, start, size)
+def _slice(source: TensorSource, name: str, dim: int, start: int, size: int) -> Rows:
+    rows = source.rows(name)
+    if dim == 0:
+        return rows.narrow(start, size)
+    return rows.map(lambda some: some.narrow(dim, start, size))

@@ -14,7 +14,7 @@ from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.axis_ops import NotRepresentableError
 from checkpointing.mapping.layout import Layout, ModulePair
 from checkpointing.mapping.rules import Parameter
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, Rows, TensorMeta, TensorSource
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class PlannedTensor:
         name: its name.
         meta: its shape and dtype.
         sources: names of the inputs it is made from.
-        convert: carries the inputs to the output.
+        convert: carries the inputs to the output, a few rows at a time where it works so.
     """
 
     name: str
     meta: TensorMeta
     sources: tuple[str, ...]
-    convert: Callable[[Sequence[Tensor]], Tensor]
+    convert: Callable[[Sequence[Rows]], Rows]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,18 @@ class Plan:
             {planned.name: partial(self._convert, planned, source) for planned in self.tensors},
         )
 
-    def _convert(self, planned: PlannedTensor, source: TensorSource) -> Tensor:
-        try:
-            return planned.convert([source.read(name) for name in planned.sources])
-        except NotRepresentableError as error:
-            problem = f"{', '.join(planned.sources)}: {error}"
-            remedy = f"{planned.name} would not hold exactly the same, so nothing is converted."
-            raise TensorMismatchError(self.subject, [problem], remedy) from None
+    def _convert(self, planned: PlannedTensor, source: TensorSource) -> Rows:
+        rows = planned.convert([source.rows(name) for name in planned.sources])
+
+        def read(start: int, stop: int) -> Tensor:
+            try:
+                return rows.read(start, stop)
+            except NotRepresentableError as error:
+                problem = f"{', '.join(planned.sources)}: {error}"
+                remedy = f"{planned.name} would not hold exactly the same, so nothing is converted."
+                raise TensorMismatchError(self.subject, [problem], remedy) from None
+
+        return replace(rows, read=read)
 
 
 class _Inputs:
@@ -166,15 +171,22 @@ def _grouped(layout: Layout, native: bool, modules: Set[str] | None) -> dict[str
     }
 
 
-def _to_native(pairs: _Pairs, foreign: Sequence[Tensor]) -> Tensor:
+def _to_native(pairs: _Pairs, foreign: Sequence[Rows]) -> Rows:
     native = [
-        pair.to_native(pair.part_of(tensor, parameter), parameter)
-        for (pair, parameter), tensor in zip(pairs, foreign, strict=True)
+        pair.rows_to_native(pair.part_of_rows(rows, parameter), parameter)
+        for (pair, parameter), rows in zip(pairs, foreign, strict=True)
     ]
     pair, parameter = pairs[0]
     if pair.expert is None:
         return native[0]
-    return torch.stack(native, parameter.axes.index("expert"))
+    dim = parameter.axes.index("expert")
+
+    def stacked(start: int, stop: int) -> Tensor:
+        return torch.stack([one.read_all() for one in native[start:stop]], dim)
+
+    if dim == 0:
+        return Rows(len(native), 1, stacked)
+    return Rows.whole(pair.native_shape(parameter), lambda: stacked(0, len(native)))
 
 
 def plan_to_foreign(
@@ -208,15 +220,16 @@ def plan_to_foreign(
     return Plan((*planned.values(), *copies), subject)
 
 
-def _to_foreign(pairs: _Pairs, native: Sequence[Tensor]) -> Tensor:
+def _to_foreign(pairs: _Pairs, native: Sequence[Rows]) -> Rows:
     foreign = [
-        pair.to_foreign(pair.slice_of(tensor, parameter), parameter)
-        for (pair, parameter), tensor in zip(pairs, native, strict=True)
+        pair.rows_to_foreign(pair.slice_of_rows(rows, parameter), parameter)
+        for (pair, parameter), rows in zip(pairs, native, strict=True)
     ]
     if len(foreign) == 1:
         return foreign[0]
     pair, parameter = pairs[0]
-    return torch.cat(foreign, parameter.foreign_axes.index(pair.rule.along))
+    dim = parameter.foreign_axes.index(pair.rule.along)
+    return Rows.side_by_side(foreign, dim) if dim else Rows.concatenated(foreign)
 
 
 def check_native(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> None:

@@ -16,7 +16,7 @@ def dims(heads: int, head_dim: int) -> Dims:
 def test_rope_order_of_two_heads_of_width_six_is_the_one_computed_by_hand():
     # Native rows 2i and 2i+1 of a head turn together; Hugging Face's are i and i + 3.
     native = torch.arange(12.0)
-    foreign = RopeOrder("heads").to_foreign(native, 0, dims(2, 6))
+    foreign = RopeOrder().to_foreign(native, 0, dims(2, 6))
     assert foreign.tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
@@ -31,7 +31,7 @@ def test_rope_order_turns_the_same_angle_in_both_layouts():
         [even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()], 1
     ).flatten()
 
-    op = RopeOrder("heads")
+    op = RopeOrder()
     foreign = op.to_foreign(native, 0, dims(1, head_dim))
     first, second = foreign[:half], foreign[half:]
     foreign_turned = torch.cat(
@@ -49,7 +49,7 @@ def test_rope_order_turns_the_same_angle_in_both_layouts():
 def test_rope_order_undoes_itself_along_any_dimension(heads, half, before, after):
     sizes = dims(heads, 2 * half)
     tensor = torch.randn([*before, heads * 2 * half, *after])
-    op = RopeOrder("heads")
+    op = RopeOrder()
     dim = len(before)
     foreign = op.to_foreign(tensor, dim, sizes)
     assert torch.equal(op.to_native(foreign, dim, sizes), tensor)
