@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
-from checkpointing.storage.write import Progress
+from checkpointing.storage.new_file import Progress
 
 _QUIET_SECONDS = 2.0
 
@@ -24,4 +25,10 @@ def bytes_progress(description: str, total: int, show: bool = True) -> Iterator[
         leave=False,
         disable=not show,
     ) as bar:
-        yield bar.update
+        lock = Lock()
+
+        def advance(nbytes: int) -> None:
+            with lock:
+                bar.update(nbytes)
+
+        yield advance

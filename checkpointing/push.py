@@ -20,7 +20,8 @@ from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.nf4 import QUANTIZED_BASE_KEY
 from checkpointing.progress import bytes_progress
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
-from checkpointing.storage.digest import FileDigest, digest_of_file
+from checkpointing.storage.digest import FileDigest
+from checkpointing.storage.integrity import damage
 from checkpointing.storage.manifest import MANIFEST_NAME, file_digests, read_manifest
 from checkpointing.storage.mirror import local
 from checkpointing.storage.read import read_json
@@ -207,17 +208,13 @@ def check_content(upload: Upload) -> None:
     Raises:
         CorruptCheckpointError: lists every file that is not what was saved.
     """
-    damaged = []
     total = sum(digest.size for digest in upload.digests.values())
     with bytes_progress("checking", total) as progress:
-        for name, digest in upload.digests.items():
-            if digest_of_file(upload.source / name).checksum != digest.checksum:
-                damaged.append(str(upload.source / name))
-            progress(digest.size)
-    if damaged:
+        problems = damage(upload.source, upload.digests, progress)
+    if problems:
         raise CorruptCheckpointError(
-            f"{', '.join(damaged)}: not what was saved, by the checksum in {MANIFEST_NAME}; the "
-            "checkpoint is damaged or was changed: upload another one"
+            f"{'; '.join(problems)}; not what was saved, by the checksum in {MANIFEST_NAME}: the "
+            "checkpoint is damaged or was changed, upload another one"
         )
 
 

@@ -2,107 +2,94 @@
 
 XXH3 (https://xxhash.com), 64 bits: it finds damage, and is not meant against forgery. Taken from
 memory and not from the file, so that what goes wrong on the way to the disk is found too.
+
+A file is digested in parts that follow one another without a gap, each a tensor, a range of a large
+one, or what lies between tensors. So every byte is read once for the checksums of a file and of its
+tensors, and by several threads.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-_CHUNK = 1 << 22
 ALGORITHM = "xxh3_64"
+_LINE = re.compile(r"(?P<checksum>[0-9a-f]+) (?P<size>[0-9]{1,19})(?: (?P<tensor>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class FileDigest:
-    """What a file must hold.
+class Part:
+    """A range of a file.
 
     Attributes:
         size: in bytes.
-        checksum: XXH3-64 of all of it, in hexadecimal.
-        tensors: the same of each tensor's data, where the file holds tensors.
+        checksum: XXH3-64 of it, in hexadecimal.
+        tensor: the tensor whose data it is, or a range of; empty for what is around tensors.
     """
 
     size: int
     checksum: str
-    tensors: dict[str, str] = field(default_factory=dict)
+    tensor: str = ""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What a file must hold, from its start to its end."""
+
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(part.size for part in self.parts)
 
     def to_entry(self) -> dict[str, Any]:
-        """The file's entry in a manifest."""
-        entry: dict[str, Any] = {"size": self.size, ALGORITHM: self.checksum}
-        return entry | ({"tensors": self.tensors} if self.tensors else {})
+        """The file's entry in a manifest: the checksum of all of it, or a line for each part."""
+        lines = [
+            f"{part.checksum} {part.size}" + (f" {part.tensor}" if part.tensor else "")
+            for part in self.parts
+        ]
+        whole = len(self.parts) == 1 and not self.parts[0].tensor
+        return {"size": self.size, ALGORITHM: self.parts[0].checksum if whole else lines}
 
     @classmethod
     def from_entry(cls, entry: object) -> "FileDigest | None":
         """Reads an entry of a manifest; ``None`` if it is none."""
         if not isinstance(entry, dict):
             return None
-        size, checksum, tensors = entry.get("size"), entry.get(ALGORITHM), entry.get("tensors", {})
-        if not (isinstance(size, int) and isinstance(checksum, str) and isinstance(tensors, dict)):
+        size, checksums = entry.get("size"), entry.get(ALGORITHM)
+        if isinstance(size, int) and size >= 0 and isinstance(checksums, str):
+            return cls((Part(size, checksums),))
+        if not isinstance(checksums, list):
             return None
-        return cls(size, checksum, tensors)
+        lines = [_LINE.fullmatch(line) if isinstance(line, str) else None for line in checksums]
+        parts = [Part(int(m["size"]), m["checksum"], m["tensor"] or "") for m in lines if m]
+        digest = cls(tuple(parts))
+        return digest if len(parts) == len(lines) and digest.size == size else None
 
 
-def checksum_of(data: bytes | memoryview) -> str:
-    """XXH3-64 of bytes in memory, in hexadecimal."""
-    import xxhash
+class Digest:
+    """XXH3-64 of data that comes piece by piece."""
 
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-def digest_of_file(path: Path, progress: Callable[[int], object] = lambda _: None) -> FileDigest:
-    """The digest of a file as it lies on the disk, without its tensors.
-
-    Args:
-        path: the file.
-        progress: called with the number of bytes just read.
-    """
-    # Imported here: loading a model needs no checksum, and `import checkpointing` stays light.
-    import xxhash
-
-    digest, size = xxhash.xxh3_64(), 0
-    buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-            progress(count)
-    return FileDigest(size, digest.hexdigest())
-
-
-class DigestingFile:
-    """A file that is written from its start to its end, and digested on the way.
-
-    Has the part of a binary file's interface that ``torch.save`` uses.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self) -> None:
+        # Imported here: loading a model needs no checksum, and `import checkpointing` stays light.
         import xxhash
 
-        self._file = file
         self._digest = xxhash.xxh3_64()
-        self._size = 0
-        self.tensors: dict[str, str] = {}
 
-    def write(self, data: bytes | memoryview) -> int:
-        """Writes all of the data."""
-        view = memoryview(data).cast("B")
-        self._digest.update(view)
-        self._size += len(view)
-        rest = view
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        return len(view)
+    def update(self, data: bytes | memoryview) -> None:
+        """Takes the next piece."""
+        self._digest.update(data)
 
-    def write_tensor(self, name: str, data: memoryview) -> None:
-        """Writes a tensor's data, and notes its checksum."""
-        self.tensors[name] = checksum_of(data)
-        self.write(data)
+    def checksum(self) -> str:
+        """Of all pieces, in hexadecimal."""
+        return str(self._digest.hexdigest())
 
-    def flush(self) -> None:
-        """Hands what is buffered to the operating system."""
-        self._file.flush()
 
-    def digest(self) -> FileDigest:
-        """Of all that was written."""
-        return FileDigest(self._size, self._digest.hexdigest(), self.tensors)
+def checksum_of(pieces: Iterable[bytes | memoryview]) -> str:
+    """XXH3-64 of pieces that follow one another, in hexadecimal."""
+    digest = Digest()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.checksum()

@@ -1,7 +1,7 @@
 """Telling two models of the same shape apart without reading all of them."""
 
 from checkpointing.mapping.tensors import TensorSource
-from checkpointing.storage.write import tensor_bytes
+from checkpointing.storage.tensor_bytes import tensor_bytes
 
 _TENSORS = 32
 _ELEMENTS = 1024

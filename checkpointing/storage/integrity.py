@@ -1,14 +1,24 @@
 """Whether files are still what was written, by their sizes and checksums."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from checkpointing.errors import CheckpointingError, CorruptCheckpointError
-from checkpointing.mapping.tensors import StateDictSource, TensorSource
-from checkpointing.storage.digest import FileDigest, checksum_of, digest_of_file
+from checkpointing.errors import CorruptCheckpointError
+from checkpointing.storage.digest import FileDigest, Part, checksum_of
 from checkpointing.storage.manifest import size_problem
-from checkpointing.storage.read import load_torch_file, open_tensor_file
-from checkpointing.storage.write import Progress, named_tensors, tensor_bytes
+from checkpointing.storage.new_file import Progress
+from checkpointing.storage.threads import Check, run
+
+# What one thread reads at a time.
+_RANGE = 64 << 20
+# What is digested while it is in the processor's cache.
+_BLOCK = 1 << 19
+
+
+def _quietly(nbytes: int) -> None:
+    pass
 
 
 def damage(directory: Path, digests: Mapping[str, FileDigest], progress: Progress) -> list[str]:
@@ -19,19 +29,12 @@ def damage(directory: Path, digests: Mapping[str, FileDigest], progress: Progres
         digests: what each file must hold, by its path in the directory.
         progress: called with the number of bytes just read.
     """
-    problems = []
-    for name, digest in digests.items():
-        file = directory / name
-        problem = size_problem(file, digest)
-        if problem is None and digest_of_file(file, progress).checksum != digest.checksum:
-            problem = f"{file}: {_damaged_part(file, digest)}"
-        if problem is not None:
-            problems.append(problem)
-    return problems
+    found = (damaged_part(directory / name, digest, progress) for name, digest in digests.items())
+    return [problem for problem in found if problem is not None]
 
 
 def check_intact(
-    directory: Path, digests: Mapping[str, FileDigest], progress: Progress = lambda _: None
+    directory: Path, digests: Mapping[str, FileDigest], progress: Progress = _quietly
 ) -> None:
     """Checks files of a checkpoint; arguments as for :func:`damage`.
 
@@ -47,25 +50,67 @@ def check_intact(
         )
 
 
-def _damaged_part(file: Path, digest: FileDigest) -> str:
-    """Where a file differs from what was saved: its tensors, or what is around them."""
+def damaged_part(path: Path, digest: FileDigest, progress: Progress = _quietly) -> str | None:
+    """What of a file is not what was saved; ``None`` if all is.
+
+    Args:
+        path: the file.
+        digest: what it must hold.
+        progress: called with the number of bytes just read.
+    """
+    problem = size_problem(path, digest)
+    if problem is not None:
+        return problem
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        source = _tensors(file)
-        changed = [
-            name
-            for name, checksum in digest.tensors.items()
-            if name not in source.metas or checksum_of(tensor_bytes(source.read(name))) != checksum
-        ]
-    except CheckpointingError:
-        return "is damaged, and cannot be read at all"
-    if changed:
-        return f"is damaged: the data of {', '.join(changed)}"
-    return "is damaged" + (": what it holds beside the data of tensors" if digest.tensors else "")
+        jobs = [partial(_changed, descriptor, parts, progress) for parts in _jobs(digest)]
+        changed = [part.tensor for found in run(jobs) for part in found]
+    finally:
+        os.close(descriptor)
+    if not changed:
+        return None
+    tensors = ", ".join(dict.fromkeys(name for name in changed if name))
+    if tensors:
+        return f"{path}: is damaged: the data of {tensors}"
+    around = any(part.tensor for part in digest.parts)
+    return f"{path}: is damaged" + (": what it holds beside the data of tensors" if around else "")
 
 
-def _tensors(file: Path) -> TensorSource:
-    if file.suffix == ".safetensors":
-        return open_tensor_file(file)
-    if file.suffix in (".pt", ".bin", ".pth"):
-        return StateDictSource(dict(named_tensors(load_torch_file(file))))
-    return StateDictSource({})
+def _jobs(digest: FileDigest) -> Iterator[list[tuple[int, Part]]]:
+    """Parts that lie beside each other and where they begin, about as many bytes each time."""
+    together: list[tuple[int, Part]] = []
+    start = 0
+    for part in digest.parts:
+        together.append((start, part))
+        start += part.size
+        if start - together[0][0] >= _RANGE:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def _changed(
+    descriptor: int, parts: Sequence[tuple[int, Part]], progress: Progress, check: Check
+) -> list[Part]:
+    buffer = memoryview(bytearray(_BLOCK))
+    return [
+        part
+        for start, part in parts
+        if checksum_of(_read(descriptor, start, part.size, buffer, progress, check))
+        != part.checksum
+    ]
+
+
+def _read(
+    descriptor: int, start: int, size: int, buffer: memoryview, progress: Progress, check: Check
+) -> Iterator[memoryview]:
+    end = start + size
+    while start < end:
+        check()
+        count = os.preadv(descriptor, [buffer[: end - start]], start)
+        if count == 0:
+            return
+        yield buffer[:count]
+        progress(count)
+        start += count

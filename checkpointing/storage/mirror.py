@@ -21,13 +21,12 @@ from checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.cache import cache_dir
 from checkpointing.storage.commit import check_room, make_directory
-from checkpointing.storage.digest import FileDigest, digest_of_file
-from checkpointing.storage.integrity import damage
+from checkpointing.storage.integrity import damaged_part
 from checkpointing.storage.location import is_remote, path_on_this_machine
 from checkpointing.storage.manifest import MANIFEST_NAME, file_digests
+from checkpointing.storage.new_file import Progress
 from checkpointing.storage.read import read_json
 from checkpointing.storage.remote import RemoteDirectory, RemoteFile
-from checkpointing.storage.write import Progress
 
 INCOMPLETE_NAME = ".incomplete"
 """Marks a directory that is being written or removed."""
@@ -268,7 +267,7 @@ class _Copy:
         if not self._is_same(name):
             return False
         digest = self._digests.get(name)
-        return digest is None or digest_of_file(self._directory / name, progress) == _plain(digest)
+        return digest is None or damaged_part(self._directory / name, digest, progress) is None
 
     def _download(self, name: str, progress: Progress) -> str | None:
         """Downloads a file; returns what is wrong with it."""
@@ -282,21 +281,23 @@ class _Copy:
         try:
             for again in (True, False):
                 self._remote.download(self._generation.prefix + name, arriving, progress)
-                found = digest_of_file(arriving)
-                is_right = found == _plain(digest) if digest else found.size == there.size
+                size = arriving.stat().st_size
+                is_right = (
+                    size == there.size if digest is None else damaged_part(arriving, digest) is None
+                )
                 # What is wrong there will not come right on the way.
                 if is_right or not again or (digest and digest.size != there.size):
                     break
-                progress(-found.size)
+                progress(-size)
             _sync(arriving)
             arriving.replace(path)
         finally:
             arriving.unlink(missing_ok=True)
         _sync(path.parent)
-        if digest is not None and found != _plain(digest):
-            return damage(self._directory, {name: digest}, lambda _: None)[0]
-        if found.size != there.size:
-            return f"{self._remote.url}/{name}: {found.size} bytes arrived, not {there.size}"
+        if not is_right and digest is not None:
+            return damaged_part(path, digest)
+        if not is_right:
+            return f"{self._remote.url}/{name}: {size} bytes arrived, not {there.size}"
         if there.version is not None:
             self._versions[name] = there.version
         return None
@@ -312,10 +313,6 @@ class _Copy:
 
     def _note(self) -> None:
         _write_json(self._directory / _ORIGIN, {"url": self._remote.url, "files": self._versions})
-
-
-def _plain(digest: FileDigest) -> FileDigest:
-    return FileDigest(digest.size, digest.checksum)
 
 
 def _read_manifest(remote: RemoteDirectory, prefix: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from checkpointing.errors import (
     OutOfSpaceError,
     RemoteError,
 )
-from checkpointing.storage.write import Progress
+from checkpointing.storage.new_file import Progress
 
 _T = TypeVar("_T")
 # Seconds to wait after the first failure and the second; the third is final.

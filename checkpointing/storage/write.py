@@ -1,20 +1,18 @@
-"""Writing tensors, one at a time where the file format allows it."""
+"""The file formats of tensors, a few rows of which are in memory at a time."""
 
 import ctypes
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from checkpointing.errors import ConfigError, TensorMismatchError
-from checkpointing.mapping.tensors import TensorMeta, TensorSource, meta_of
-from checkpointing.storage.digest import DigestingFile, checksum_of
+from checkpointing.errors import ConfigError
+from checkpointing.mapping.tensors import TensorMeta, TensorSource
+from checkpointing.storage.new_file import NewFile, PlacedTensor, Progress
 from checkpointing.storage.read import SAFETENSORS_DTYPES
-
-Progress = Callable[[int], object]
-"""Called with the number of bytes that were just written."""
+from checkpointing.storage.tensor_bytes import named_tensors
+from checkpointing.storage.torch_archive import TorchArchive
 
 
 def parse_size(size: str | int) -> int:
@@ -46,79 +44,123 @@ def plan_shards(metas: Mapping[str, TensorMeta], max_bytes: int | None) -> list[
 
 
 def write_safetensors(
-    file: DigestingFile, source: TensorSource, names: Sequence[str], progress: Progress
+    file: NewFile, source: TensorSource, names: Sequence[str], progress: Progress
 ) -> None:
-    """Writes the content of a ``.safetensors`` file, holding one tensor in memory at a time.
+    """Writes the content of a ``.safetensors`` file.
 
     Layout: 8 bytes little-endian length of the header, the JSON header padded with spaces to a
     multiple of 8, the tensors' data (https://github.com/huggingface/safetensors#format).
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    ends = [0]
     for name in names:
         meta = source.metas[name]
+        ends.append(ends[-1] + meta.nbytes)
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[meta.dtype],
             "shape": list(meta.shape),
-            "data_offsets": [offset, offset + meta.nbytes],
+            "data_offsets": ends[-2:],
         }
-        offset += meta.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for name in names:
-        tensor = source.read(name)
-        if meta_of(tensor) != source.metas[name]:
-            raise TensorMismatchError(
-                "writing tensors",
-                [f"{name}: is {meta_of(tensor)}, and was announced as {source.metas[name]}"],
-                "This is a fault of the program, not of your files; please report it.",
-            )
-        file.write_tensor(name, tensor_bytes(tensor))
-        progress(source.metas[name].nbytes)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order; a copy only where they are not that."""
-    tensor = tensor.detach().cpu().contiguous()
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return memoryview(b"")
-    buffer = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    buffer._owner = tensor  # type: ignore[attr-defined]  # the address is the tensor's
-    return memoryview(buffer).cast("B")
+    start = 8 + len(encoded)
+    file.set_size(start + ends[-1])
+    file.write(0, len(encoded).to_bytes(8, "little") + encoded)
+    offsets = {name: start + end for name, end in zip(names, ends, strict=False)}
+    file.write_tensors(_placed(source, offsets), source, progress)
 
 
 def write_torch_file(
-    file: DigestingFile, source: TensorSource, names: Sequence[str], progress: Progress
+    file: NewFile, source: TensorSource, names: Sequence[str], progress: Progress
 ) -> None:
-    """Writes a state dict with ``torch.save``."""
-    state_dict = {}
+    """Writes a state dict as ``torch.save`` does."""
+    # Imported here: few files are of this kind.
+    from zlib_ng.zlib_ng import crc32, crc32_combine
+
+    archive = TorchArchive({name: source.metas[name] for name in names})
+    file.set_size(archive.size)
+    ranges = file.write_tensors(_placed(source, archive.offsets), source, progress, crc32)
+    crcs = {}
     for name in names:
-        state_dict[name] = _own_storage(source.read(name).detach().cpu())
-    write_torch_object(file, state_dict)
-    for name in names:
-        progress(source.metas[name].nbytes)
+        crcs[name] = 0
+        for crc, size in ranges[name]:
+            crcs[name] = crc32_combine(crcs[name], crc, size)
+    for offset, piece in archive.pieces(crcs):
+        file.write(offset, piece)
 
 
-def write_torch_object(file: DigestingFile, content: object) -> None:
+def _placed(source: TensorSource, offsets: Mapping[str, int]) -> list[PlacedTensor]:
+    return [PlacedTensor(name, source.metas[name], offset) for name, offset in offsets.items()]
+
+
+def write_torch_object(file: NewFile, content: object) -> None:
     """Writes plain data and tensors with ``torch.save``."""
-    torch.save(content, file)  # type: ignore[arg-type]  # it has what torch.save uses
-    for name, tensor in named_tensors(content):
-        file.tensors[name] = checksum_of(tensor_bytes(tensor))
+    stream = _Stream(file, content)
+    torch.save(content, stream)  # type: ignore[arg-type]  # it has what torch.save uses
+    stream.flush()
 
 
-def named_tensors(content: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in nested dictionaries and lists, by the path to them."""
-    if type(content) in (Tensor, torch.nn.Parameter):
-        yield prefix, content  # type: ignore[misc]
-    elif isinstance(content, Mapping | list | tuple):
-        items = content.items() if isinstance(content, Mapping) else enumerate(content)
-        for key, value in items:
-            yield from named_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+class _Stream:
+    """A file that is written from its start to its end, as ``torch.save`` does.
+
+    It is given the memory of tensors as it is, which tells whose data it is.
+    """
+
+    def __init__(self, file: NewFile, content: object) -> None:
+        self._file = file
+        self._end = 0
+        self._small = bytearray()
+        self._names = {
+            (storage.data_ptr(), storage.nbytes()): name
+            for name, tensor in named_tensors(content)
+            if (storage := tensor.untyped_storage()).nbytes()
+        }
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes all of the data."""
+        view = memoryview(data).cast("B")
+        name = self._names.get((_address(view), len(view)), "")
+        if name or len(view) >= _LARGE:
+            self.flush()
+            self._file.write(self._end, view, name)
+            self._end += len(view)
+        else:
+            self._small += view
+        return len(view)
+
+    def flush(self) -> None:
+        """Writes what was gathered of small pieces."""
+        if self._small:
+            self._file.write(self._end, memoryview(self._small))
+            self._end += len(self._small)
+            self._small = bytearray()
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
-    # torch.save writes the whole storage, which a slice shares with its neighbours.
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()
+_LARGE = 1 << 20
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer`` of Python's C interface."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address(view: memoryview) -> int:
+    """Where the bytes lie, which a view does not tell if it may not be written."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    address = buffer.buf or 0
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address

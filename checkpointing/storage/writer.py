@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.mapping.tensors import TensorSource
-from checkpointing.storage.digest import DigestingFile, FileDigest
+from checkpointing.storage.digest import FileDigest
 from checkpointing.storage.manifest import write_manifest
-from checkpointing.storage.write import (
-    Progress,
-    write_safetensors,
-    write_torch_file,
-    write_torch_object,
-)
+from checkpointing.storage.new_file import NewFile, Progress, new_file
+from checkpointing.storage.write import write_safetensors, write_torch_file, write_torch_object
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 24
 
 
 class CheckpointWriter:
@@ -62,26 +58,22 @@ class CheckpointWriter:
     def text(self, name: str, content: str) -> None:
         """Writes a text file, in UTF-8."""
         with self._opened(name) as file:
-            file.write(content.encode())
+            file.write(0, content.encode())
 
     def copy(self, path: Path) -> None:
         """Copies a file under its own name."""
         with path.open("rb") as source, self._opened(path.name) as file:
+            size = 0
             while chunk := source.read(_CHUNK):
-                file.write(chunk)
+                file.write(size, chunk)
+                size += len(chunk)
 
     def manifest(self, facts: Mapping[str, Any]) -> None:
         """Writes the manifest of all that was written; the last file of a checkpoint."""
         write_manifest(self.directory, facts, self._digests)
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[DigestingFile]:
-        path = self.directory / name
-        try:
-            with path.open("wb") as raw:
-                file = DigestingFile(raw)
-                yield file
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-        self._digests[self._prefix + name] = file.digest()
+    def _opened(self, name: str) -> Iterator[NewFile]:
+        with new_file(self.directory / name) as file:
+            yield file
+            self._digests[self._prefix + name] = file.finish()

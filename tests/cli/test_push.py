@@ -468,7 +468,7 @@ def test_what_is_not_whole_is_not_uploaded(
     content = bytearray(weights.read_bytes())
     content[-5] ^= 4
     weights.write_bytes(content)
-    assert f"{weights}: not what was saved" in error(str(adapter), "me/x")
+    assert f"{weights}: is damaged" in error(str(adapter), "me/x")
     weights.write_bytes(content[:-1])
     assert f"{weights}: has {len(content) - 1} bytes" in error(str(adapter), "me/x", "--dry-run")
     (full / "manifest.json").unlink()

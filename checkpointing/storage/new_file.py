@@ -1,0 +1,232 @@
+"""A new file, which several threads write at known places, and which is digested on the way."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from checkpointing.errors import TensorMismatchError
+from checkpointing.mapping.tensors import Rows, TensorMeta, TensorSource, meta_of
+from checkpointing.storage.digest import Digest, FileDigest, Part, checksum_of
+from checkpointing.storage.tensor_bytes import tensor_bytes
+from checkpointing.storage.threads import Check, run
+from checkpointing.storage.write_behind import WINDOW, WriteBehind, drop_from_cache
+
+Progress = Callable[[int], object]
+"""Called with the number of bytes that were just written."""
+
+# What one thread writes from one place on: large tensors in ranges, small ones together.
+_RANGE = 64 << 20
+# What is computed, digested and written while it is in the processor's cache.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor, and where in the file its data begins."""
+
+    name: str
+    meta: TensorMeta
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Rows of a placed tensor."""
+
+    tensor: PlacedTensor
+    start: int
+    stop: int
+    row_bytes: int
+
+    @property
+    def offset(self) -> int:
+        return self.tensor.offset + self.start * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.row_bytes
+
+
+class NewFile:
+    """A file that is being written; its parts may come in any order.
+
+    Args:
+        path: of the file, which is made or emptied.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts: list[tuple[int, Part]] = []
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def set_size(self, size: int) -> None:
+        """Makes the file as long as it will be, so that threads need not wait for each other."""
+        os.ftruncate(self._descriptor, size)
+
+    def write(self, offset: int, data: bytes | memoryview, tensor: str = "") -> None:
+        """Writes a part; a large one by several threads, in parts."""
+        view = memoryview(data).cast("B")
+        jobs = [
+            partial(self._write_part, offset + start, view[start : start + _RANGE], tensor)
+            for start in range(0, max(len(view), 1), _RANGE)
+        ]
+        for parts in run(jobs):
+            self._parts += parts
+
+    def _write_part(
+        self, offset: int, view: memoryview, tensor: str, check: Check
+    ) -> list[tuple[int, Part]]:
+        behind = WriteBehind(self._descriptor, offset)
+        for start in range(0, len(view), _BLOCK):
+            check()
+            self._write_at(offset + start, view[start : start + _BLOCK])
+            behind.wrote_to(min(offset + start + _BLOCK, offset + len(view)))
+        return [(offset, Part(len(view), checksum_of([view]), tensor))]
+
+    def write_tensors(
+        self,
+        tensors: Sequence[PlacedTensor],
+        source: TensorSource,
+        progress: Progress,
+        crc: Callable[[memoryview, int], int] | None = None,
+    ) -> dict[str, list[tuple[int, int]]]:
+        """Computes and writes tensors.
+
+        Args:
+            tensors: which, and where.
+            source: the tensors.
+            progress: called by several threads.
+            crc: a checksum of data and of that of what was before it.
+
+        Returns:
+            If ``crc`` is given: for each tensor that of each of its ranges in order, from zero,
+            and the number of bytes.
+        """
+        jobs = [
+            partial(self._write_ranges, ranges, source, progress, crc)
+            for ranges in _jobs(tensors, source)
+        ]
+        crcs: dict[str, list[tuple[int, int]]] = {}
+        for written in run(jobs):
+            for offset, part, value in written:
+                self._parts.append((offset, part))
+                crcs.setdefault(part.tensor, []).append((value, part.size))
+        return crcs
+
+    def _write_ranges(
+        self,
+        ranges: Sequence[_Range],
+        source: TensorSource,
+        progress: Progress,
+        crc: Callable[[memoryview, int], int] | None,
+        check: Check,
+    ) -> list[tuple[int, Part, int]]:
+        written = []
+        behind = WriteBehind(self._descriptor, ranges[0].offset)
+        for one in ranges:
+            digest, value, offset = Digest(), 0, one.offset
+            for data in _blocks(one, source.rows(one.tensor.name)):
+                check()
+                digest.update(data)
+                value = value if crc is None else crc(data, value)
+                self._write_at(offset, data)
+                offset += len(data)
+                behind.wrote_to(offset)
+                progress(len(data))
+            part = Part(one.nbytes, digest.checksum(), one.tensor.name)
+            written.append((one.offset, part, value))
+        return written
+
+    def _write_at(self, offset: int, data: memoryview) -> None:
+        try:
+            while data:
+                count = os.pwrite(self._descriptor, data, offset)
+                data, offset = data[count:], offset + count
+        except OSError as error:
+            error.filename = os.fspath(self.path)
+            raise
+
+    def finish(self) -> FileDigest:
+        """Syncs the file to the disk.
+
+        Returns:
+            What it holds. Parts of what is around tensors are not joined.
+
+        Raises:
+            RuntimeError: if the parts leave a gap, or overlap; a fault of the program.
+        """
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            error.filename = os.fspath(self.path)
+            raise
+        self._parts.sort(key=lambda placed: (placed[0], placed[1].size))
+        end = 0
+        for offset, part in self._parts:
+            if offset != end:
+                raise RuntimeError(f"{self.path}: a part at byte {offset}, but {end} are written")
+            end += part.size
+        if end > WINDOW:
+            drop_from_cache(self._descriptor)
+        return FileDigest(tuple(part for _, part in self._parts))
+
+    def close(self) -> None:
+        """Closes the file, finished or not."""
+        os.close(self._descriptor)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[NewFile]:
+    """Yields a new file, which is closed when the block ends."""
+    file = NewFile(path)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def _jobs(tensors: Iterable[PlacedTensor], source: TensorSource) -> Iterator[list[_Range]]:
+    """What one thread writes at a time, in the order of the file."""
+    together: list[_Range] = []
+    for tensor in tensors:
+        for one in _ranges(tensor, source.rows(tensor.name)):
+            if together and sum(each.nbytes for each in together) + one.nbytes > _RANGE:
+                yield together
+                together = []
+            together.append(one)
+    if together:
+        yield together
+
+
+def _ranges(tensor: PlacedTensor, rows: Rows) -> Iterator[_Range]:
+    row_bytes = tensor.meta.nbytes // max(rows.count, 1)
+    step = max(_RANGE // max(row_bytes, 1) // rows.unit, 1) * rows.unit
+    for start in range(0, max(rows.count, 1), step):
+        yield _Range(tensor, start, min(start + step, rows.count), row_bytes)
+
+
+def _blocks(one: _Range, rows: Rows) -> Iterator[memoryview]:
+    """The data of a range, a few rows at a time."""
+    step = max(_BLOCK // max(one.row_bytes, 1) // rows.unit, 1) * rows.unit
+    for start in range(one.start, one.stop, step):
+        stop = min(start + step, one.stop)
+        tensor = rows.read(start, stop)
+        _check(one.tensor, meta_of(tensor), stop - start)
+        data = tensor_bytes(tensor)
+        for begin in range(0, len(data), _BLOCK):
+            yield data[begin : begin + _BLOCK]
+
+
+def _check(tensor: PlacedTensor, found: TensorMeta, rows: int) -> None:
+    expected = tensor.meta
+    if expected.shape:
+        expected = TensorMeta((rows, *expected.shape[1:]), expected.dtype)
+    if found != expected:
+        raise TensorMismatchError(
+            "writing tensors",
+            [f"{tensor.name}: is {found}, and was announced as {expected}"],
+            "This is a fault of the program, not of your files; please report it.",
+        )

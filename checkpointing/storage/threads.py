@@ -1,0 +1,85 @@
+"""A few threads that move data: reading, computing and writing tensors at the same time."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Event
+from typing import TypeVar
+
+import torch
+
+from checkpointing.errors import ConfigError
+
+_Result = TypeVar("_Result")
+THREADS_VARIABLE = "TUNEPOINT_THREADS"
+# More would hardly make a disk faster.
+_MOST = 8
+
+
+class Cancelled(Exception):
+    """Another job failed, or the user asked to stop, so that this one need not go on."""
+
+
+def thread_count() -> int:
+    """Number of threads: one for each core up to eight, or what ``TUNEPOINT_THREADS`` says.
+
+    Raises:
+        ConfigError: if it is no number from 1 on.
+    """
+    told = os.environ.get(THREADS_VARIABLE)
+    if told is None:
+        return min(_MOST, len(os.sched_getaffinity(0)))
+    if not told.isdecimal() or int(told) < 1:
+        raise ConfigError(f"{THREADS_VARIABLE}: {told!r} is no number of threads, give 1 or more")
+    return int(told)
+
+
+Check = Callable[[], None]
+"""Called by a job from time to time; raises ``Cancelled`` if there is no need to go on."""
+
+
+def run(jobs: Sequence[Callable[[Check], _Result]]) -> list[_Result]:
+    """Runs jobs to their end, as many at a time as there are threads.
+
+    The first exception stops the others, and is raised when all have ended.
+
+    Returns:
+        What they return, in their order.
+    """
+    count = min(thread_count(), len(jobs))
+    if count < 2:
+        return [job(_go_on) for job in jobs]
+    stopped = Event()
+
+    def check() -> None:
+        if stopped.is_set():
+            raise Cancelled
+
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(count, "move", _compute_on_one_thread) as pool:
+        futures = [pool.submit(job, check) for job in jobs]
+        # The workers' own number became that of threads to come; this sets it back.
+        torch.set_num_threads(threads)
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+    errors = [future.exception() for future in futures if not future.cancelled()]
+    if any(errors):
+        raise _first_cause(errors)
+    return [future.result() for future in futures]
+
+
+def _go_on() -> None:
+    pass
+
+
+def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
+    found = [error for error in errors if error is not None]
+    return next((error for error in found if not isinstance(error, Cancelled)), found[0])
+
+
+def _compute_on_one_thread() -> None:
+    # Each worker is one; torch would start as many again for each of them.
+    torch.set_num_threads(1)
