@@ -1,7 +1,7 @@
 """A new file, which several threads write at known places, and which is digested on the way."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,14 +11,16 @@ from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.tensors import Rows, TensorMeta, TensorSource, meta_of
 from checkpointing.storage.digest import Digest, FileDigest, Part, checksum_of
 from checkpointing.storage.tensor_bytes import tensor_bytes
-from checkpointing.storage.threads import Check, run
+from checkpointing.storage.threads import Check, run, thread_count
 from checkpointing.storage.write_behind import WINDOW, WriteBehind, drop_from_cache
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were just written."""
 
-# What one thread writes from one place on: large tensors in ranges, small ones together.
+# What one thread writes from one place on: large tensors in ranges, small ones together. Of a
+# small file it is less, so that all threads have something to do.
 _RANGE = 64 << 20
+_LEAST_RANGE = 4 << 20
 # What is computed, digested and written while it is in the processor's cache.
 _BLOCK = 1 << 20
 
@@ -64,7 +66,8 @@ class NewFile:
 
     def set_size(self, size: int) -> None:
         """Makes the file as long as it will be, so that threads need not wait for each other."""
-        os.ftruncate(self._descriptor, size)
+        with self._named_errors():
+            os.ftruncate(self._descriptor, size)
 
     def write(self, offset: int, data: bytes | memoryview, tensor: str = "") -> None:
         """Writes a part; a large one by several threads, in parts."""
@@ -82,8 +85,7 @@ class NewFile:
         behind = WriteBehind(self._descriptor, offset)
         for start in range(0, len(view), _BLOCK):
             check()
-            self._write_at(offset + start, view[start : start + _BLOCK])
-            behind.wrote_to(min(offset + start + _BLOCK, offset + len(view)))
+            self._write_at(offset + start, view[start : start + _BLOCK], behind)
         return [(offset, Part(len(view), checksum_of([view]), tensor))]
 
     def write_tensors(
@@ -132,22 +134,19 @@ class NewFile:
                 check()
                 digest.update(data)
                 value = value if crc is None else crc(data, value)
-                self._write_at(offset, data)
+                self._write_at(offset, data, behind)
                 offset += len(data)
-                behind.wrote_to(offset)
                 progress(len(data))
             part = Part(one.nbytes, digest.checksum(), one.tensor.name)
             written.append((one.offset, part, value))
         return written
 
-    def _write_at(self, offset: int, data: memoryview) -> None:
-        try:
+    def _write_at(self, offset: int, data: memoryview, behind: WriteBehind) -> None:
+        with self._named_errors():
             while data:
                 count = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[count:], offset + count
-        except OSError as error:
-            error.filename = os.fspath(self.path)
-            raise
+            behind.wrote_to(offset)
 
     def finish(self) -> FileDigest:
         """Syncs the file to the disk.
@@ -158,24 +157,34 @@ class NewFile:
         Raises:
             RuntimeError: if the parts leave a gap, or overlap; a fault of the program.
         """
-        try:
+        with self._named_errors():
             os.fsync(self._descriptor)
-        except OSError as error:
-            error.filename = os.fspath(self.path)
-            raise
+            size = os.fstat(self._descriptor).st_size
         self._parts.sort(key=lambda placed: (placed[0], placed[1].size))
         end = 0
         for offset, part in self._parts:
             if offset != end:
                 raise RuntimeError(f"{self.path}: a part at byte {offset}, but {end} are written")
             end += part.size
+        if end != size:
+            raise RuntimeError(f"{self.path}: has {size} bytes, but {end} are written")
         if end > WINDOW:
             drop_from_cache(self._descriptor)
         return FileDigest(tuple(part for _, part in self._parts))
 
     def close(self) -> None:
         """Closes the file, finished or not."""
-        os.close(self._descriptor)
+        with self._named_errors():
+            os.close(self._descriptor)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Makes the system's errors in the block tell the file."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = os.fspath(self.path)
+            raise
 
 
 @contextmanager
@@ -188,24 +197,31 @@ def new_file(path: Path) -> Iterator[NewFile]:
         file.close()
 
 
-def _jobs(tensors: Iterable[PlacedTensor], source: TensorSource) -> Iterator[list[_Range]]:
+def _jobs(tensors: Sequence[PlacedTensor], source: TensorSource) -> Iterator[list[_Range]]:
     """What one thread writes at a time, in the order of the file."""
+    share = sum(tensor.meta.nbytes for tensor in tensors) // (2 * thread_count())
+    most = min(max(share, _LEAST_RANGE), _RANGE)
     together: list[_Range] = []
+    nbytes = 0
     for tensor in tensors:
-        for one in _ranges(tensor, source.rows(tensor.name)):
-            if together and sum(each.nbytes for each in together) + one.nbytes > _RANGE:
+        for one in _ranges(tensor, source.rows(tensor.name), most):
+            if together and nbytes + one.nbytes > most:
                 yield together
-                together = []
+                together, nbytes = [], 0
             together.append(one)
+            nbytes += one.nbytes
     if together:
         yield together
 
 
-def _ranges(tensor: PlacedTensor, rows: Rows) -> Iterator[_Range]:
-    row_bytes = tensor.meta.nbytes // max(rows.count, 1)
-    step = max(_RANGE // max(row_bytes, 1) // rows.unit, 1) * rows.unit
-    for start in range(0, max(rows.count, 1), step):
-        yield _Range(tensor, start, min(start + step, rows.count), row_bytes)
+def _ranges(tensor: PlacedTensor, rows: Rows, most: int) -> Iterator[_Range]:
+    count = tensor.meta.shape[0] if tensor.meta.shape else 1
+    if rows.count != count:
+        raise _mismatch(tensor.name, f"{rows.count} rows", tensor.meta)
+    row_bytes = tensor.meta.nbytes // max(count, 1)
+    step = max(most // max(row_bytes, 1) // rows.unit, 1) * rows.unit
+    for start in range(0, max(count, 1), step):
+        yield _Range(tensor, start, min(start + step, count), row_bytes)
 
 
 def _blocks(one: _Range, rows: Rows) -> Iterator[memoryview]:
@@ -225,8 +241,12 @@ def _check(tensor: PlacedTensor, found: TensorMeta, rows: int) -> None:
     if expected.shape:
         expected = TensorMeta((rows, *expected.shape[1:]), expected.dtype)
     if found != expected:
-        raise TensorMismatchError(
-            "writing tensors",
-            [f"{tensor.name}: is {found}, and was announced as {expected}"],
-            "This is a fault of the program, not of your files; please report it.",
-        )
+        raise _mismatch(tensor.name, found, expected)
+
+
+def _mismatch(name: str, found: object, expected: TensorMeta) -> TensorMismatchError:
+    return TensorMismatchError(
+        "writing tensors",
+        [f"{name}: is {found}, and was announced as {expected}"],
+        "This is a fault of the program, not of your files; please report it.",
+    )
