@@ -12,7 +12,7 @@ from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.model_config import Dims
 from checkpointing.mapping.plan import plan_to_foreign, plan_to_native
 from checkpointing.mapping.rules import BIAS, EMBEDDING_ADAPTER, LORA_A, WEIGHT, Parameter
-from checkpointing.mapping.tensors import StateDictSource
+from checkpointing.mapping.tensors import Rows, StateDictSource
 from tests.mapping.dims import dims_of, random_tensors
 from tests.tiny import assert_same_tensors
 
@@ -111,3 +111,80 @@ def test_a_linear_map_computes_the_same_numbers_in_both_layouts(family, name, da
         foreign_x = pair.to_foreign(x[None], LORA_A)[0]
         foreign_y = pair.to_foreign(weight, WEIGHT) @ foreign_x + pair.to_foreign(bias, BIAS)
         torch.testing.assert_close(foreign_y, pair.to_foreign(weight @ x + bias, BIAS))
+
+
+def pieces(rows: Rows, factor: int) -> list[Tensor]:
+    """All rows, as many units at a time."""
+    step = factor * rows.unit
+    return [rows.read(a, min(a + step, rows.count)) for a in range(0, rows.count, step)]
+
+
+@pytest.mark.parametrize(("family", "name"), FORMATS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), factor=st.integers(1, 3))
+def test_a_model_that_is_converted_a_few_rows_at_a_time_is_the_same(family, name, data, factor):
+    layout = Layout(FAMILIES[family], name, data.draw(dims_of(family)))
+    source = StateDictSource(random_tensors(layout, torch.bfloat16))
+    foreign = plan_to_foreign(layout, source.metas, "native").over(source)
+    native = plan_to_native(layout, foreign.metas, "foreign").over(foreign)
+    for converted in (foreign, native):
+        for tensor in converted:
+            whole = converted[tensor]
+            if whole.dim():
+                assert converted.rows(tensor).count == whole.shape[0]
+                assert torch.equal(torch.cat(pieces(converted.rows(tensor), factor)), whole)
+
+
+def test_what_can_be_had_in_how_few_rows():
+    """By hand: rows of a head move together, parts of a fused tensor and experts come apart."""
+    units = {
+        ("llama", "layers.0.attn.q_proj.weight"): 6,  # RoPE's order, heads of width 6
+        ("llama", "layers.0.mlp.w1.weight"): 1,
+        ("phi3", "layers.0.attn.k_proj.weight"): 1,
+        ("phi3", "layers.0.mlp.w3.weight"): 1,
+        ("mixtral", "layers.0.mlp.experts.gate_proj"): 1,  # one expert
+    }
+    for (family, tensor), unit in units.items():
+        sizes = {"layers": 1, "vocab": 11, "hidden": 20, "ffn": 14, "heads": 4, "kv_heads": 2}
+        experts = {"experts": 3, "expert_ffn": 14, "expert_layers": (0,)}
+        dims = Dims(**sizes, head_dim=6, **(experts if family == "mixtral" else {}))
+        layout = Layout(FAMILIES[family], "hf", dims)
+        source = StateDictSource(random_tensors(layout, torch.float32))
+        foreign = plan_to_foreign(layout, source.metas, "native").over(source)
+        native = plan_to_native(layout, foreign.metas, "foreign").over(foreign)
+        assert native.rows(tensor).unit == unit
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(("family", "name"), FORMATS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), rank=st.integers(1, 5), factor=st.integers(1, 3))
+def test_a_merge_of_a_few_rows_at_a_time_is_the_same(family, name, dora, data, rank, factor):
+    dims = data.draw(dims_of(family))
+    for pair in adapted_pairs(family, name, dims):
+        kind = pair.module.adapter
+        if (dims.tied and kind is EMBEDDING_ADAPTER) or (dora and kind.magnitude is None):
+            continue
+        config = AdapterConfig(rank, 2, (pair.native.rsplit(".")[-1],), use_dora=dora)
+        shapes = {p: pair.native_shape(p, rank) for p in (kind.weight, *config.parameters(kind))}
+        tensors = {
+            p.native_name(pair.native): torch.randn(shape, dtype=torch.float64) + 0.1
+            for p, shape in shapes.items()
+        }
+        weight = kind.weight.native_name(pair.native)
+        base = {weight: tensors.pop(weight)}
+        if kind is EMBEDDING_ADAPTER:
+            base["output.weight"] = torch.zeros(1)
+        rows = MergedStateDict(base, tensors, config).rows(weight)
+        factors = [tensors[p.native_name(pair.native)] for p in config.parameters(kind)]
+        a, b, *magnitude = (
+            tensor.permute(sorted(range(tensor.dim()), key=lambda d: MATRIX.index(p.axes[d])))
+            for p, tensor in zip(config.parameters(kind), factors, strict=True)
+        )
+        order = sorted(
+            range(len(kind.weight.axes)), key=lambda d: MATRIX.index(kind.weight.axes[d])
+        )
+        expected = merged_weight(
+            base[weight].permute(order), a, b, config.scale(pair.native), *magnitude
+        ).permute([order.index(d) for d in range(len(order))])
+        torch.testing.assert_close(torch.cat(pieces(rows, factor)), expected, rtol=1e-12, atol=1e-12)
