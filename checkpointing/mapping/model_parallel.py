@@ -117,7 +117,7 @@ def _read_copies(copies: Sequence[Rows], name: str) -> Tensor:
     return shards[0]
 
 
-def cut(source: TensorSource, cut_dims: Mapping[str, int], ranks: int) -> list[LazyTensors]:
+def cut(source: TensorSource, cut_dims: Mapping[str, int], ranks: int) -> list[TensorSource]:
     """The shards of a whole model; the inverse of :func:`join`.
 
     Args:
@@ -125,7 +125,9 @@ def cut(source: TensorSource, cut_dims: Mapping[str, int], ranks: int) -> list[L
         cut_dims: dimension of the cut, for each tensor that is cut.
         ranks: number of shards.
     """
-    shards = []
+    if ranks == 1:
+        return [source]
+    shards: list[TensorSource] = []
     for rank in range(ranks):
         metas, rows = {}, {}
         for name, meta in source.metas.items():

@@ -4,7 +4,7 @@ Building a plan finds all that does not fit, and reports it together.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -41,16 +41,19 @@ class Plan:
     Attributes:
         tensors: the outputs.
         subject: names the model in errors.
+        copies: names of outputs that are others over again, and of these, which come before them.
     """
 
     tensors: tuple[PlannedTensor, ...]
     subject: str
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, source: TensorSource) -> LazyTensors:
         """The planned outputs, computed from the source one at a time as they are read."""
         return LazyTensors(
             {planned.name: planned.meta for planned in self.tensors},
             {planned.name: partial(self._convert, planned, source) for planned in self.tensors},
+            self.copies,
         )
 
     def _convert(self, planned: PlannedTensor, source: TensorSource) -> Rows:
@@ -212,12 +215,13 @@ def plan_to_foreign(
         meta = inputs.joined(name, sources, metas, pair.foreign_shape(parameter))
         planned[name] = PlannedTensor(name, meta, sources, partial(_to_foreign, pairs))
     inputs.finish(subject, set(), _remedy(layout))
-    copies = [
-        replace(planned[f"{pair.foreign}.weight"], name=foreign)
+    copies = {
+        foreign: f"{pair.foreign}.weight"
         for foreign, pair, written in layout.copies()
         if written and f"{pair.foreign}.weight" in planned
-    ]
-    return Plan((*planned.values(), *copies), subject)
+    }
+    copied = [replace(planned[own], name=name) for name, own in copies.items()]
+    return Plan((*planned.values(), *copied), subject, copies)
 
 
 def _to_foreign(pairs: _Pairs, native: Sequence[Rows]) -> Rows:

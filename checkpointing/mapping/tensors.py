@@ -173,12 +173,17 @@ class LazyTensors(Mapping[str, Tensor]):
     Args:
         metas: shape and dtype of every tensor.
         rows: gives each tensor, to be read in parts.
+        copies: names of tensors that are others over again, and of these.
     """
 
     def __init__(
-        self, metas: Mapping[str, TensorMeta], rows: Mapping[str, Callable[[], Rows]]
+        self,
+        metas: Mapping[str, TensorMeta],
+        rows: Mapping[str, Callable[[], Rows]],
+        copies: Mapping[str, str] | None = None,
     ) -> None:
         self.metas = dict(metas)
+        self.copies = dict(copies or {})
         self._rows = dict(rows)
 
     @classmethod

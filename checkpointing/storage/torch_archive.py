@@ -47,36 +47,46 @@ class TorchArchive:
 
     Args:
         metas: shape and dtype of each tensor, by name.
+        copies: names of tensors that are others over again, and of these, which come before them:
+            they share the data, as tied weights do.
         name: of the directory in the archive, without a slash.
 
     Attributes:
         size: of the file, in bytes.
         offsets: where each tensor's data begins in the file, in bytes; a multiple of 64. The data
-            are the tensor's elements in row-major order, little-endian.
+            are the tensor's elements in row-major order, little-endian. Copies are left out.
     """
 
-    def __init__(self, metas: Mapping[str, TensorMeta], name: str = "archive") -> None:
+    def __init__(
+        self,
+        metas: Mapping[str, TensorMeta],
+        copies: Mapping[str, str] | None = None,
+        name: str = "archive",
+    ) -> None:
+        copies = copies or {}
         before = {
-            "data.pkl": _pickle(metas),
+            "data.pkl": _pickle(metas, copies),
             ".format_version": b"1",
             ".storage_alignment": str(_ALIGNMENT).encode(),
             "byteorder": b"little",
         }
-        self._tensors = {f"data/{index}": tensor for index, tensor in enumerate(metas)}
+        self._tensors = {
+            f"data/{index}": tensor for index, tensor in enumerate(_without(metas, copies))
+        }
         self._contents = before | {"version": b"3\n"}
         sizes = {key: len(content) for key, content in before.items()}
         sizes |= {key: metas[tensor].nbytes for key, tensor in self._tensors.items()}
         sizes |= {"version": len(self._contents["version"]), _ID: _ID_DIGITS}
         self._entries = dict(_place(name, sizes))
         self.offsets = {tensor: self._entries[key].data for key, tensor in self._tensors.items()}
-        start, end = self.pieces(dict.fromkeys(metas, 0))[-1]
+        start, end = self.pieces(dict.fromkeys(self.offsets, 0))[-1]
         self.size = start + len(end)
 
     def pieces(self, crcs: Mapping[str, int]) -> list[tuple[int, bytes]]:
         """All of the file that is no tensor's data.
 
         Args:
-            crcs: CRC-32 of each tensor's data, by name.
+            crcs: CRC-32 of each tensor's data, by name; of copies none.
 
         Returns:
             Offsets in the file, ascending, and the bytes from there on. Together with the tensors'
@@ -179,8 +189,13 @@ class _Pickler(pickle.Pickler):
         return obj.persistent_id if isinstance(obj, _Storage) else None
 
 
-def _pickle(metas: Mapping[str, TensorMeta]) -> bytes:
+def _without(metas: Mapping[str, TensorMeta], copies: Mapping[str, str]) -> list[str]:
+    return [name for name in metas if name not in copies]
+
+
+def _pickle(metas: Mapping[str, TensorMeta], copies: Mapping[str, str]) -> bytes:
     buffer = BytesIO()
-    tensors = {name: _Tensor(str(index), meta) for index, (name, meta) in enumerate(metas.items())}
+    keys = {name: str(index) for index, name in enumerate(_without(metas, copies))}
+    tensors = {name: _Tensor(keys[copies.get(name, name)], meta) for name, meta in metas.items()}
     _Pickler(buffer, protocol=2).dump(tensors)
     return buffer.getvalue()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from checkpointing.errors import ConfigError
-from checkpointing.mapping.tensors import TensorMeta, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
 from checkpointing.storage.new_file import NewFile, PlacedTensor, Progress
 from checkpointing.storage.read import SAFETENSORS_DTYPES
 from checkpointing.storage.tensor_bytes import named_tensors
@@ -77,16 +77,19 @@ def write_torch_file(
     # Imported here: few files are of this kind.
     from zlib_ng.zlib_ng import crc32, crc32_combine
 
-    archive = TorchArchive({name: source.metas[name] for name in names})
+    metas = {name: source.metas[name] for name in names}
+    copies = source.copies if isinstance(source, LazyTensors) else {}
+    archive = TorchArchive(metas, {n: own for n, own in copies.items() if {n, own} <= set(metas)})
     file.set_size(archive.size)
     ranges = file.write_tensors(_placed(source, archive.offsets), source, progress, crc32)
     crcs = {}
-    for name in names:
+    for name in archive.offsets:
         crcs[name] = 0
         for crc, size in ranges[name]:
             crcs[name] = crc32_combine(crcs[name], crc, size)
     for offset, piece in archive.pieces(crcs):
         file.write(offset, piece)
+    progress(sum(metas[name].nbytes for name in names if name not in archive.offsets))
 
 
 def _placed(source: TensorSource, offsets: Mapping[str, int]) -> list[PlacedTensor]:
@@ -126,6 +129,8 @@ class _Stream:
             self._end += len(view)
         else:
             self._small += view
+            if len(self._small) >= _GATHERED:
+                self.flush()
         return len(view)
 
     def flush(self) -> None:
@@ -136,7 +141,7 @@ class _Stream:
             self._small = bytearray()
 
 
-_LARGE = 1 << 20
+_LARGE, _GATHERED = 1 << 20, 1 << 26
 
 
 class _Buffer(ctypes.Structure):

@@ -187,4 +187,6 @@ def test_a_merge_of_a_few_rows_at_a_time_is_the_same(family, name, dora, data, r
         expected = merged_weight(
             base[weight].permute(order), a, b, config.scale(pair.native), *magnitude
         ).permute([order.index(d) for d in range(len(order))])
-        torch.testing.assert_close(torch.cat(pieces(rows, factor)), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat(pieces(rows, factor)), expected, rtol=1e-12, atol=1e-12
+        )

@@ -48,7 +48,7 @@ def make_tensors(specs):
 
 
 def archive_of(tensors, name="archive"):
-    return TorchArchive({key: meta_of(tensor) for key, tensor in tensors.items()}, name)
+    return TorchArchive({key: meta_of(tensor) for key, tensor in tensors.items()}, name=name)
 
 
 def crcs_of(tensors):
@@ -106,6 +106,21 @@ def test_every_reader_finds_the_tensors(tmp_path_factory, specs):
     assert check_torch_file(path).is_zip
     with ZipFile(path) as file:
         assert file.testzip() is None
+
+
+def test_copies_share_their_data_as_tied_weights_do_in_torch_save(tmp_path):
+    own = make_tensors({"a": ((3, 5), torch.bfloat16), "b": ((7,), torch.float32)})
+    tied = {**own, "c": own["a"].detach(), "d": own["b"].detach()}
+    metas = {name: meta_of(tensor) for name, tensor in tied.items()}
+    archive = TorchArchive(metas, {"c": "a", "d": "b"})
+    assert set(archive.offsets) == {"a", "b"}
+    write(tmp_path / "ours.pt", archive, own)
+    theirs = torch_saved(tmp_path, tied)
+    same_bytes(torch.load(tmp_path / "ours.pt", weights_only=True), tied)
+    with ZipFile(tmp_path / "ours.pt") as found, ZipFile(theirs) as expected:
+        assert found.namelist() == expected.namelist()
+        for name in ("archive/data.pkl", "archive/data/0", "archive/data/1"):
+            assert found.read(name) == expected.read(name)
 
 
 @settings(max_examples=60, deadline=None)
@@ -354,9 +369,9 @@ def entries_front_to_back(path):
 @pytest.mark.parametrize("name", ["n" * length for length in range(4, 68, 4)], ids=len)
 @pytest.mark.parametrize("edge", EDGES)
 def test_large_files_are_laid_out_as_torch_save_does(tmp_path, edge, name):
-    start = TorchArchive(bytes_of_sizes(FOUR_GIB, 5), name).offsets["a"]
+    start = TorchArchive(bytes_of_sizes(FOUR_GIB, 5), name=name).offsets["a"]
     metas = EDGES[edge](start)
-    archive, ours = TorchArchive(metas, name), tmp_path / "ours.pt"
+    archive, ours = TorchArchive(metas, name=name), tmp_path / "ours.pt"
     write_sparse(ours, archive, metas, [])
     theirs = saved_without_data(tmp_path / f"{name}.pt", metas)
     offsets = data_offsets(theirs)
