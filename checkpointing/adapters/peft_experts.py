@@ -342,7 +342,7 @@ def unpack(
             continue
         start = key.removesuffix(_A)
         name = start.removesuffix(".base_layer")
-        module = next((m for n, m in modules.items() if f".{name}".endswith(f".{n}")), None)
+        module = _named(modules, name)
         if module is None:
             continue
         if start != name:
@@ -386,6 +386,13 @@ def unpack(
     return UnpackedExperts(
         LazyTensors.of_whole(metas, compute), ranks, names, frozenset(keys), tuple(problems)
     )
+
+
+def _named(modules: Mapping[str, ExpertsModule], name: str) -> ExpertsModule | None:
+    """The module whose name a longer one ends with."""
+    while name and name not in modules:
+        name = name.partition(".")[2]
+    return modules.get(name)
 
 
 def _unpacked(

@@ -233,6 +233,12 @@ def _parameters(pair: ModulePair, config: AdapterConfig) -> tuple[Parameter, ...
     return config.parameters(kind)
 
 
+def _every_parameter(pair: ModulePair) -> tuple[Parameter, ...]:
+    kind = pair.module.adapter
+    assert kind is not None
+    return kind.parameters
+
+
 def _shape_problems(
     pairs: Sequence[ModulePair],
     found: Sequence[AdapterTensor | None],
@@ -243,12 +249,17 @@ def _shape_problems(
 ) -> list[str]:
     """What is wrong with one native tensor: foreign ones that are missing or misshapen."""
     problems = []
+    # The experts of a layer are alike.
+    shape = pairs[0].foreign_shape(parameter, rank)
     for pair, one in zip(pairs, found, strict=True):
-        shape = pair.foreign_shape(parameter, rank)
         if one is not None and metas[one.key].shape != shape:
             problems.append(f"{one.key}: {list(metas[one.key].shape)}, expected {list(shape)}")
         if one is None:
-            named = [f.module_key for f in places.values() if f.pair is pair]
+            siblings = [
+                places.get((other.native_name(pair.native), pair.expert or 0))
+                for other in _every_parameter(pair)
+            ]
+            named = [known.module_key for known in siblings if known is not None]
             name = named[0] if named else f"base_model.model.{pair.foreign}"
             problems.append(f"{parameter.foreign_name(name)}: missing, expected {list(shape)}")
     return problems

@@ -30,7 +30,7 @@ Place = tuple[str, int]
 """A native tensor and the number of an expert in it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AdapterTensor:
     """A tensor of the file that belongs to a module's adapter.
 

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from checkpointing.families import FAMILIES
 from checkpointing.mapping.layout import Layout
-from checkpointing.mapping.model_config import ModelConfig
+from checkpointing.mapping.model_config import Dims, ModelConfig
 from checkpointing.mapping.plan import plan_to_foreign
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.mapping.ties import is_tied
@@ -108,7 +109,14 @@ def native_layout(native: TensorSource, base: OpenModel, format: str) -> Layout:
         )
     family = FAMILIES[base.config.family]
     tied = is_tied(family, "native", native, base.config.dims.tied, "the model")
-    return Layout(family, format, replace(base.config.dims, tied=tied))
+    return layout_of(family.name, format, replace(base.config.dims, tied=tied))
+
+
+# One model is planned several times, on its way in and out, and its layout may be long.
+@lru_cache(maxsize=1)
+def layout_of(family: str, format: str, dims: Dims) -> Layout:
+    """The layout of a family's model of these sizes in a foreign format."""
+    return Layout(FAMILIES[family], format, dims)
 
 
 def named_files(directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:

@@ -14,6 +14,7 @@ from checkpointing.formats.base import (
     OpenModel,
     WriteOptions,
     indexed_files,
+    layout_of,
     named_files,
     plan_foreign,
     read_index,
@@ -25,7 +26,6 @@ from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_h
 from checkpointing.formats.hf_names import read_names
 from checkpointing.formats.recognise import refuse_multimodal
 from checkpointing.mapping.family import Family
-from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.mapping.ties import tied_names
@@ -65,7 +65,7 @@ class HFFormat:
             # Otherwise that the head is missing would say that it is tied.
             raw["tie_word_embeddings"] = family.hf_defaults.get("tie_word_embeddings", False)
         config = parse_hf_config(path, raw, family, self.name, source)
-        layout = Layout(family, self.name, config.dims)
+        layout = layout_of(family.name, self.name, config.dims)
         _check_index(files, stored, layout.optional())
         try:
             plan = plan_to_native(layout, source.metas, str(directory))
@@ -114,11 +114,12 @@ def _check_index(files: Sequence[Path], source: FilesSource, optional: set[str])
     names = {path.name for path in files}
     for index_name in (SAFETENSORS_INDEX, TORCH_INDEX):
         index = files[0].parent / index_name
-        if not index.is_file() or not names <= set(read_index(index).values()):
+        weight_map = read_index(index) if index.is_file() else {}
+        if not names <= set(weight_map.values()):
             continue
         wrong = [
             f"{tensor} (not in {file})"
-            for tensor, file in read_index(index).items()
+            for tensor, file in weight_map.items()
             if file in names
             and not (tensor in optional and tensor not in source.file_of)
             and (tensor not in source.file_of or source.file_of[tensor].name != file)

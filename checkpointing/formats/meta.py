@@ -10,12 +10,12 @@ from checkpointing.formats.base import (
     CheckpointFiles,
     OpenModel,
     WriteOptions,
+    layout_of,
     named_files,
     plan_foreign,
 )
 from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
-from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.model_config import Dims, ModelConfig
 from checkpointing.mapping.model_parallel import cut, join
 from checkpointing.mapping.plan import plan_to_native
@@ -64,7 +64,8 @@ class MetaFormat:
         layers = _layers(path, params, family, self.name, ranks[0])
         whole, cut_dims = join(family, self.name, layers, ranks, hidden, str(directory))
         config = parse_params(path, whole, self.name, model_type)
-        plan = plan_to_native(Layout(family, self.name, config.dims), whole.metas, str(directory))
+        layout = layout_of(family.name, self.name, config.dims)
+        plan = plan_to_native(layout, whole.metas, str(directory))
         return OpenModel(plan.over(whole), config, cut_dims, len(ranks))
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
-from checkpointing.families import FAMILIES
 from checkpointing.formats.base import (
     CheckpointFiles,
     OpenModel,
     WriteOptions,
+    layout_of,
     named_files,
     native_layout,
     shard_names,
@@ -16,7 +16,6 @@ from checkpointing.formats.base import (
 )
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
 from checkpointing.formats.meta import PARAMS_NAME, parse_params
-from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.plan import check_native
 from checkpointing.mapping.tensors import TensorSource
@@ -51,7 +50,7 @@ class TuneFormat:
         source = FilesSource(files)
         config = _read_config(directory, source, model_type)
         if config is not None:
-            layout = Layout(FAMILIES[config.family], "hf", config.dims)
+            layout = layout_of(config.family, "hf", config.dims)
             check_native(layout, source.metas, str(directory))
         return OpenModel(source, config)
 

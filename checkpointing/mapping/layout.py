@@ -110,17 +110,15 @@ class ModulePair:
             return native
         dim, expert = parameter.axes.index("expert"), self.expert
         one = native if dim else native.narrow(expert, 1)
-        return Rows.whole(
-            self._own_shape(self._axes(parameter)[0]),
-            lambda: one.read_all().select(dim, expert if dim else 0),
-        )
+        shape = self._own_shape(self._axes(parameter)[0])
+        return Rows.made_of([one], shape, lambda all: all[0].select(dim, expert if dim else 0))
 
     def rows_to_foreign(self, native: Rows, parameter: Parameter) -> Rows:
         """:meth:`to_foreign`, a few rows at a time where it works so."""
         unit = self._row_unit(parameter)
         if unit is None:
             shape = self._own_shape(self._axes(parameter)[1])
-            return Rows.whole(shape, lambda: self.to_foreign(native.read_all(), parameter))
+            return Rows.made_of([native], shape, lambda all: self.to_foreign(all[0], parameter))
         return native.map(lambda rows: self.to_foreign(rows, parameter), unit)
 
     def rows_to_native(self, foreign: Rows, parameter: Parameter) -> Rows:
@@ -128,7 +126,7 @@ class ModulePair:
         unit = self._row_unit(parameter)
         if unit is None:
             shape = self._own_shape(self._axes(parameter)[0])
-            return Rows.whole(shape, lambda: self.to_native(foreign.read_all(), parameter))
+            return Rows.made_of([foreign], shape, lambda all: self.to_native(all[0], parameter))
         return foreign.map(lambda rows: self.to_native(rows, parameter), unit)
 
     def _own_shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 Building a plan finds all that does not fit, and reports it together.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from checkpointing.mapping.rules import Parameter
 from checkpointing.mapping.tensors import LazyTensors, Rows, TensorMeta, TensorSource
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedTensor:
     """One output.
 
@@ -57,17 +58,16 @@ class Plan:
         )
 
     def _convert(self, planned: PlannedTensor, source: TensorSource) -> Rows:
-        rows = planned.convert([source.rows(name) for name in planned.sources])
-
-        def read(start: int, stop: int) -> Tensor:
+        @contextmanager
+        def explained() -> Iterator[None]:
             try:
-                return rows.read(start, stop)
+                yield
             except NotRepresentableError as error:
                 problem = f"{', '.join(planned.sources)}: {error}"
                 remedy = f"{planned.name} would not hold exactly the same, so nothing is converted."
                 raise TensorMismatchError(self.subject, [problem], remedy) from None
 
-        return replace(rows, read=read)
+        return planned.convert([source.rows(name) for name in planned.sources]).within(explained)
 
 
 class _Inputs:
@@ -136,11 +136,10 @@ def plan_to_native(
     planned = []
     for name, pairs in _grouped(layout, native=True, modules=modules).items():
         sources = tuple(parameter.foreign_name(pair.foreign) for pair, parameter in pairs)
-        metas = [
-            inputs.claim(source, pair.foreign_shape(parameter))
-            for source, (pair, parameter) in zip(sources, pairs, strict=True)
-        ]
         pair, parameter = pairs[0]
+        # The experts of a layer are alike.
+        shape = pair.foreign_shape(parameter)
+        metas = [inputs.claim(source, shape) for source in sources]
         meta = inputs.joined(name, sources, metas, pair.native_shape(parameter))
         planned.append(PlannedTensor(name, meta, sources, partial(_to_native, pairs)))
     inputs.finish(subject, layout.optional(), _remedy(layout))

@@ -147,10 +147,10 @@ class Module:
 
     def sizes(self, dims: Dims, rank: int = 0) -> dict[str, int]:
         """Length of each axis that the module has, and of an adapter's rank."""
-        fields = {"out": self.out, "in": self.in_, "expert": "experts"}
-        return {axis: getattr(dims, field) for axis, field in fields.items() if field} | {
-            "rank": rank
-        }
+        sizes = {"out": getattr(dims, self.out), "expert": dims.experts, "rank": rank}
+        if self.in_:
+            sizes["in"] = getattr(dims, self.in_)
+        return sizes
 
     def shape(self, parameter: Parameter, dims: Dims, rank: int = 0) -> tuple[int, ...]:
         """Native shape of a parameter, of an adapter's with its rank."""
@@ -165,7 +165,7 @@ def lengths(axes: Sequence[str], sizes: Mapping[str, int], dims: Dims) -> tuple[
         sizes: of the axes of the module.
         dims: with the sizes of all others.
     """
-    return tuple(sizes[axis] if axis in sizes else getattr(dims, axis) for axis in axes)
+    return tuple([sizes[axis] if axis in sizes else getattr(dims, axis) for axis in axes])
 
 
 def linear(name: str, out: str, in_: str, bias: str = "") -> Module:

@@ -1,16 +1,20 @@
 """Whether a model's output projection is its token embedding: the tensors decide."""
 
 import logging
+from math import lcm
 
 import torch
+from torch import Tensor
 
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.rules import Rule, Tied
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import Rows, TensorSource
 
 logger = logging.getLogger(__name__)
 
-_PROBE_ROWS = 16
+# Different heads differ in their first rows already; most of the reading is saved then.
+_PROBE_BYTES = 1 << 18
+_BLOCK_BYTES = 1 << 26
 
 
 def is_tied(
@@ -59,11 +63,26 @@ def tied_names(family: Family, format: str) -> tuple[str, str]:
 
 
 def same_tensors(source: TensorSource, first: str, second: str) -> bool:
-    """Whether two tensors of a source are equal; what does not tell is not read."""
-    if source.metas[first] != source.metas[second]:
+    """Whether two tensors of a source are bitwise equal; what does not tell is not read."""
+    meta = source.metas[first]
+    if meta != source.metas[second]:
         return False
-    a, b = source.read(first), source.read(second)
-    if a.data_ptr() == b.data_ptr():
-        return True
-    # Different heads differ in their first rows already; most of the reading is saved then.
-    return torch.equal(a[:_PROBE_ROWS], b[:_PROBE_ROWS]) and torch.equal(a, b)
+    a, b = source.rows(first), source.rows(second)
+    if a.shards is not None or b.shards is not None:
+        a, b = Rows.of(a.read_all()), Rows.of(b.read_all())
+    unit, row_bytes = lcm(a.unit, b.unit), max(meta.nbytes // max(a.count, 1), 1)
+    start, block = 0, _PROBE_BYTES
+    while start < a.count:
+        stop = min(start + max(block // row_bytes // unit, 1) * unit, a.count)
+        one, other = a.read(start, stop), b.read(start, stop)
+        if one.data_ptr() == other.data_ptr():
+            return True  # views of the same memory
+        if not torch.equal(_bits(one), _bits(other)):
+            return False
+        start, block = stop, _BLOCK_BYTES
+    return True
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    # A zero is not minus zero, and a NaN is itself.
+    return tensor.contiguous().flatten().view(torch.uint8)

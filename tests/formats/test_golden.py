@@ -14,6 +14,7 @@ from checkpointing.formats.hf_config import parse_hf_config, read_hf_config
 from checkpointing.formats.hf_names import read_names
 from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.plan import plan_to_foreign, plan_to_native
+from checkpointing.mapping.tensors import Rows
 from tests.golden import golden_models
 
 GOLDEN = golden_models()
@@ -53,6 +54,9 @@ class Headers:
     def read(self, name):
         # Meta tensors are all at the address 0: a head is a copy of the embedding.
         return torch.empty(self.metas[name].shape, device="meta")
+
+    def rows(self, name):
+        return Rows.of(self.read(name))
 
 
 def layout_of(model, directory, **changes):
