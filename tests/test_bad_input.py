@@ -315,21 +315,21 @@ def test_no_room_on_the_disk(single, monkeypatch):
 def test_a_disk_that_fills_up_while_saving_leaves_the_checkpoint_before(single, monkeypatch):
     import errno
 
-    from checkpointing.storage import write
+    from checkpointing.storage import new_file
 
     out = single.parent / "out"
     checkpointer = FullModelHFCheckpointer(single, output_dir=out)
     state = checkpointer.load_checkpoint()
     checkpointer.save_checkpoint({**state, "steps_run": 1}, epoch=0)
     files = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    whole = write.tensor_bytes
+    whole = new_file.tensor_bytes
 
     def full(tensor):
         if tensor.shape == (42, 56):
             raise OSError(errno.ENOSPC, "No space left on device")
         return whole(tensor)
 
-    monkeypatch.setattr(write, "tensor_bytes", full)
+    monkeypatch.setattr(new_file, "tensor_bytes", full)
     for epoch in (0, 1):
         with pytest.raises(OSError, match="No space left"):
             checkpointer.save_checkpoint({**state, "steps_run": 2}, epoch)

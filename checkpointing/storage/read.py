@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpointing.errors import (
@@ -17,64 +16,21 @@ from checkpointing.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from checkpointing.mapping.tensors import StateDictSource, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import Rows, StateDictSource, TensorMeta, TensorSource
 from checkpointing.storage.paths import refuse_link_outside
+from checkpointing.storage.safetensors_file import (
+    SafetensorsSource,
+    unreadable,
+    unsupported_dtype,
+)
+from checkpointing.storage.safetensors_header import SAFETENSORS_DTYPES
 from checkpointing.storage.tensor_classes import safe_classes
 from checkpointing.storage.torch_file import check_torch_file
 
-# The names in the safetensors format, by dtype: https://github.com/huggingface/safetensors
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 # The index of a model of 10**12 parameters has about 15 MB.
 _MAX_JSON = 64 << 20
 # Those of the largest number of 64 bits, and a sign.
 _MAX_DIGITS = 20
-_DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-
-
-class SafetensorsSource:
-    """The tensors of one ``.safetensors`` file, as views of its memory map.
-
-    Raises:
-        CorruptCheckpointError: if the header is damaged or the file truncated.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-            self.metas = {name: self._meta(name) for name in self._file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError, OverflowError) as error:
-            raise _corrupt(path, error) from error
-
-    def _meta(self, name: str) -> TensorMeta:
-        header = self._file.get_slice(name)
-        dtype = _DTYPE_BY_NAME.get(header.get_dtype())
-        if dtype is None:
-            raise _unsupported(self._path, name, header.get_dtype())
-        return TensorMeta(tuple(header.get_shape()), dtype)
-
-    def read(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
-
-
-def _unsupported(path: Path, name: str, dtype: object) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path}: {name} has dtype {dtype}, which is not supported; "
-        f"convert it to one of {sorted(_DTYPE_BY_NAME)}"
-    )
 
 
 def load_torch_file(path: Path, *, mmap: bool = True) -> Any:
@@ -104,15 +60,7 @@ def load_torch_file(path: Path, *, mmap: bool = True) -> Any:
         raise CheckpointNotFoundError(f"{path}: no such file") from error
     except Exception as error:
         # A made-up pickle can make its reader raise anything.
-        raise _corrupt(path, error) from error
-
-
-def _corrupt(path: Path, error: Exception) -> CorruptCheckpointError:
-    reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-    return CorruptCheckpointError(
-        f"{path} ({path.stat().st_size} bytes): cannot be read ({reason}); "
-        "the file is damaged, truncated or no tensor file: get it anew"
-    )
+        raise unreadable(path, error) from error
 
 
 def open_tensor_file(path: Path) -> TensorSource:
@@ -145,7 +93,7 @@ def open_tensor_file(path: Path) -> TensorSource:
         )
     for name, tensor in content.items():
         if tensor.dtype not in SAFETENSORS_DTYPES:
-            raise _unsupported(path, name, tensor.dtype)
+            raise unsupported_dtype(path, f"{name} has dtype {tensor.dtype}")
     return StateDictSource(content)
 
 
@@ -177,6 +125,9 @@ class FilesSource:
 
     def read(self, name: str) -> Tensor:
         return self._sources[self.file_of[name]].read(name)
+
+    def rows(self, name: str) -> Rows:
+        return self._sources[self.file_of[name]].rows(name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -47,6 +47,11 @@ def _large(path, piece, size):
             file.write(piece)
 
 
+def _repeated(path, start, piece):
+    text = start + piece * ((40 << 20) // len(piece))
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
 _FILES = {
     "deep.json": lambda path: _large(path, b"[" * 1000, 50 << 20),
     "nested.json": lambda path: _large(path, b'{"a":' * 1000, 60 << 20),
@@ -58,6 +63,10 @@ _FILES = {
     "nested.safetensors": lambda path: path.write_bytes(
         struct.pack("<Q", 1 << 20) + b"[" * (1 << 20)
     ),
+    "lists.safetensors": lambda path: _repeated(path, b'{"x":{"dtype":"F32","shape":[', b"[],"),
+    "sizes.safetensors": lambda path: _repeated(path, b'{"x":{"dtype":"F32","shape":[', b"0,"),
+    "metadata.safetensors": lambda path: _repeated(path, b'{"__metadata__":{', b'"":"",'),
+    "name.safetensors": lambda path: _repeated(path, b'{"', b"\\n"),
 }
 
 

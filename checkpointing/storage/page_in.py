@@ -1,0 +1,70 @@
+"""Bringing mapped files into memory in large pieces.
+
+A program that touches a memory map is stopped at every few pages, until they are read or only
+entered into its page table. Asking for many at once keeps the disk busy.
+"""
+
+import ctypes
+import errno
+import mmap
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from checkpointing.errors import CorruptCheckpointError
+
+# linux/mman.h, from Linux 5.14 on: a private map is not copied by it.
+_POPULATE_READ = 22
+# As much as is asked for at a time: in between, other threads can change the process's maps.
+_WINDOW = 8 << 20
+
+
+def page_in(tensor: Tensor, name: str) -> None:
+    """Has the system read what a tensor views of a memory map, if it can; else it is read later.
+
+    Args:
+        tensor: whose elements lie beside each other.
+        name: of the tensor, for the error.
+
+    Raises:
+        CorruptCheckpointError: if the file became shorter, or the disk cannot read it. Who touched
+            such memory would be killed.
+    """
+    madvise = _madvise()
+    if madvise is None or not (tensor.is_cpu and tensor.nbytes and tensor.is_contiguous()):
+        return
+    begin = tensor.data_ptr()
+    end = begin + tensor.nbytes
+    begin -= begin % mmap.PAGESIZE
+    for start in range(begin, end, _WINDOW):
+        if madvise(start, min(_WINDOW, end - start), _POPULATE_READ) == 0:
+            continue
+        if ctypes.get_errno() == errno.EFAULT:
+            raise CorruptCheckpointError(
+                f"{name}: its file cannot be read to the end any more; it was cut off while it was "
+                "open, or the disk fails: get the checkpoint anew"
+            )
+        return
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def fits_in_memory(nbytes: int) -> bool:
+    """Whether so much can be brought in without driving out what was brought in before it."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return False
+    sizes = dict(line.split(":", 1) for line in text.splitlines())
+    available = 1024 * int(sizes["MemAvailable"].removesuffix("kB"))
+    return nbytes <= available // 2
