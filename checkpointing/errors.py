@@ -42,6 +42,10 @@ class OutOfSpaceError(WriteError):
     """The disk, or a quota, has no room for what is to be written."""
 
 
+class OutOfMemoryError(CheckpointingError, MemoryError):
+    """The system, or a limit of the process, has no room to map a file into memory."""
+
+
 class RemoteError(CheckpointingError, OSError):
     """A place that a URL names cannot be reached, or refuses access."""
 

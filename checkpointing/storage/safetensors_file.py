@@ -5,14 +5,20 @@ Layout: 8 bytes little-endian length of the header, the header, the tensors' dat
 """
 
 import ctypes
+import errno
 import mmap
+import os
 import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpointing.errors import CorruptCheckpointError
+from checkpointing.errors import (
+    CheckpointingError,
+    CorruptCheckpointError,
+    OutOfMemoryError,
+)
 from checkpointing.mapping.tensors import Rows
 from checkpointing.storage.safetensors_header import (
     DTYPE_BY_NAME,
@@ -87,9 +93,14 @@ def _mapped(path: Path, size: int) -> torch.UntypedStorage:
     return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
 
-def unreadable(path: Path, error: Exception) -> CorruptCheckpointError:
-    """What to raise for a file that is damaged, truncated, or not what its name says."""
+def unreadable(path: Path, error: Exception) -> CheckpointingError:
+    """What to raise for a file that is damaged, truncated, not what its name says, or too large."""
     reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+    if os.strerror(errno.ENOMEM) in reason:
+        return OutOfMemoryError(
+            f"{path} ({path.stat().st_size} bytes): cannot be mapped ({reason}); raise the limit on "
+            "the process's memory (`ulimit -d` or `ulimit -v`), which counts mapped files too"
+        )
     return CorruptCheckpointError(
         f"{path} ({path.stat().st_size} bytes): cannot be read ({reason}); "
         "the file is damaged, truncated or no tensor file: get it anew"

@@ -3,13 +3,15 @@
 import gc
 import json
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from checkpointing.errors import CorruptCheckpointError
 from checkpointing.storage.safetensors_file import SafetensorsSource
@@ -256,3 +258,25 @@ def test_what_is_wrong_is_said(tmp_path, content, said):
     path.write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=rf"t\.safetensors .*{said}.* get it anew"):
         SafetensorsSource(path)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.bin"])
+def test_a_limit_on_memory_is_told_as_such_and_not_as_damage(tmp_path, name):
+    """A map counts by its size; a file with a hole has one, and takes no room."""
+    path, tensors = tmp_path / name, {"w": torch.zeros(3 << 20)}
+    save_file(tensors, path) if name.endswith("safetensors") else torch.save(tensors, path)
+    code = f"""
+import resource
+from pathlib import Path
+from checkpointing.storage.read import open_tensor_file
+open_tensor_file  # with all that it imports
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), -1))
+try:
+    open_tensor_file(Path({str(path)!r}))
+except MemoryError as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith(f"OutOfMemoryError {path}"), done.stderr
+    assert "cannot be mapped" in done.stdout and "ulimit" in done.stdout
