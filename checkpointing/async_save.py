@@ -14,6 +14,7 @@ from torch import Tensor
 from checkpointing.adapters.lora import MergedStateDict
 from checkpointing.full_model import FullModelCheckpointer
 from checkpointing.save_plan import ADAPTER_KEY, MODEL_KEY, SaveTimes, directory_name
+from checkpointing.storage.threads import yield_to_training
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class AsyncCheckpointer:
     def __init__(self, checkpointer: FullModelCheckpointer) -> None:
         self._checkpointer = checkpointer
         self._buffers: dict[str, Tensor] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._worker = ThreadPoolExecutor(1, "save", yield_to_training)
         self._running: Future[float] | None = None
         self._blocked = 0.0
         self._is_checked = False

@@ -57,6 +57,9 @@ def damaged_part(path: Path, digest: FileDigest, progress: Progress = _quietly) 
         path: the file.
         digest: what it must hold.
         progress: called with the number of bytes just read.
+
+    Raises:
+        OSError: if the disk refuses to read it; names the file.
     """
     problem = size_problem(path, digest)
     if problem is not None:
@@ -65,6 +68,9 @@ def damaged_part(path: Path, digest: FileDigest, progress: Progress = _quietly) 
     try:
         jobs = [partial(_changed, descriptor, parts, progress) for parts in _jobs(digest)]
         changed = [part.tensor for found in run(jobs) for part in found]
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
     finally:
         os.close(descriptor)
     if not changed:

@@ -1,9 +1,12 @@
 """A few threads that move data: reading, computing and writing tensors at the same time."""
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Event
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError, Event
 from typing import TypeVar
 
 import torch
@@ -12,6 +15,8 @@ from checkpointing.errors import ConfigError
 
 _Result = TypeVar("_Result")
 THREADS_VARIABLE = "TUNEPOINT_THREADS"
+# A thread of it gets a thirtieth of a core that another one needs.
+_LOW_PRIORITY = 15
 # More would hardly make a disk faster.
 _MOST = 8
 
@@ -28,7 +33,7 @@ def thread_count() -> int:
     """
     told = os.environ.get(THREADS_VARIABLE)
     if told is None:
-        return min(_MOST, len(os.sched_getaffinity(0)))
+        return min(_MOST, _cores())
     if not told.isdecimal() or int(told) < 1:
         raise ConfigError(f"{THREADS_VARIABLE}: {told!r} is no number of threads, give 1 or more")
     return int(told)
@@ -55,15 +60,26 @@ def run(jobs: Sequence[Callable[[Check], _Result]]) -> list[_Result]:
         if stopped.is_set():
             raise Cancelled
 
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(count, "move", _compute_on_one_thread) as pool:
-        futures = [pool.submit(job, check) for job in jobs]
-        # The workers' own number became that of threads to come; this sets it back.
-        torch.set_num_threads(threads)
+    def run_one(job: Callable[[Check], _Result]) -> _Result:
+        check()
         try:
+            return job(check)
+        except BaseException:
+            stopped.set()
+            raise
+
+    threads = torch.get_num_threads()
+    started = Barrier(count + 1)
+    with ThreadPoolExecutor(count, "move", _compute_on_one_thread, (started,)) as pool:
+        try:
+            futures = [pool.submit(run_one, job) for job in jobs]
+            started.wait()
+            # The workers' own number became that of threads to come; this sets it back.
+            torch.set_num_threads(threads)
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stopped.set()
+            started.abort()
             pool.shutdown(wait=True, cancel_futures=True)
     errors = [future.exception() for future in futures if not future.cancelled()]
     if any(errors):
@@ -71,8 +87,24 @@ def run(jobs: Sequence[Callable[[Check], _Result]]) -> list[_Result]:
     return [future.result() for future in futures]
 
 
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _go_on() -> None:
     pass
+
+
+def yield_to_training() -> None:
+    """Gives this thread, and those that it starts, the time that others leave.
+
+    On Linux each thread has a priority of its own; elsewhere nothing is changed.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
 def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
@@ -80,6 +112,10 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
     return next((error for error in found if not isinstance(error, Cancelled)), found[0])
 
 
-def _compute_on_one_thread() -> None:
+def _compute_on_one_thread(started: Barrier) -> None:
+    # A thread takes the number of the process when it first asks, and not later.
+    torch.get_num_threads()
     # Each worker is one; torch would start as many again for each of them.
     torch.set_num_threads(1)
+    with suppress(BrokenBarrierError):
+        started.wait()

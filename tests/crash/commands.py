@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpointing.storage.threads import THREADS_VARIABLE
 from tests.cli.command import ROOT, environment
 
 
@@ -48,6 +49,7 @@ class Server:
         root: Path,
         watcher: str = "none",
         exchange: bool = True,
+        threads: int = 1,
         **settings: Any,
     ) -> Finished:
         """Runs a command to its end.
@@ -57,6 +59,7 @@ class Server:
             root: what is changed below it is watched; the command runs in the directory above it.
             watcher: which one; `settings` are its arguments.
             exchange: whether names can be exchanged.
+            threads: that write; one makes its calls in the same order each time.
         """
         files = {name: self._directory / name for name in ("output", "seen", "modules")}
         for file in files.values():
@@ -67,6 +70,7 @@ class Server:
             watcher=watcher,
             settings=settings,
             exchange=exchange,
+            environment={THREADS_VARIABLE: str(threads)},
             **{name: str(file) for name, file in files.items()},
         )
         seen = pickle.loads(files["seen"].read_bytes()) if files["seen"].exists() else None

@@ -1,10 +1,11 @@
 """What a disk may hold after the power fails, given the calls that were made until then.
 
 The model is what POSIX promises and no more. What was written to a file since its last fsync may be
-there, or not, or in part, or be zeros. A change of a directory's entries (a name made, removed,
-renamed or exchanged, each as a whole) since the last fsync of that directory may be there or not,
-whatever became of other changes before and after it; an fsync of a file does not make sure of its
-name. After Pillai et al., All File Systems Are Not Created Equal (OSDI 2014), section 2.
+there, or not, or in part, or be zeros, which may come before what is there. A change of a
+directory's entries (a name made, removed, renamed or exchanged, each as a whole) since the last
+fsync of that directory may be there or not, whatever became of other changes before and after it;
+an fsync of a file does not make sure of its name. After Pillai et al., All File Systems Are Not
+Created Equal (OSDI 2014), section 2.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from tests.crash.hooks import Call
 
 Tree: TypeAlias = "bytes | dict[str, Tree]"
 # Of what was written to a file and not synced.
-_LOST, _KEPT, _HALF, _ZEROS = range(4)
+_FATES = _LOST, _KEPT, _HALF, _LATER_HALF, _ZEROS = range(5)
 
 
 @dataclass
@@ -35,6 +36,8 @@ class _File:
         more = max(0, len(self.now) - len(self.synced))
         if fate == _HALF:
             return self.now[: len(self.synced) + more // 2]
+        if fate == _LATER_HALF:
+            return self.synced + bytes(more // 2) + self.now[len(self.synced) + more // 2 :]
         return self.synced + bytes(more)
 
 
@@ -162,7 +165,7 @@ class Disk:
         open_files = [
             n for n, f in enumerate(self._nodes) if isinstance(f, _File) and f.now != f.synced
         ]
-        choices = [range(2)] * len(changes) + [range(4)] * len(open_files)
+        choices = [range(2)] * len(changes) + [range(len(_FATES))] * len(open_files)
         for chosen in _some_of(choices, most):
             kept = dict(zip(changes, chosen, strict=False))
             fates = self._all(_KEPT)

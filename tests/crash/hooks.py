@@ -2,7 +2,8 @@
 
 Needs nothing but Python: the functions of ``os`` that change files or directories, ``open``, and
 the call of libc in ``checkpointing.storage.exchange`` are replaced. So every write must go through
-a Python file; that each byte of a checkpoint does is tested.
+one of these; that each byte of a checkpoint does is tested. Where several threads make calls, one
+waits until the other's is made, so that their order is the one on the disk.
 """
 
 import builtins
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import Any, Protocol
 
 from checkpointing.storage import exchange
@@ -59,11 +61,13 @@ class Hooks:
         self._watcher = watcher
         self._real: dict[str, Callable[..., Any]] = {}
         self._path_of: dict[int, str] = {}
+        self._emptied: set[int] = set()
+        self._one_at_a_time = RLock()
 
     def install(self) -> None:
         """From now on the watcher is told; there is no way back but the one of :func:`watching`."""
         for name in (
-            *("open", "close", "write", "fsync", "fdatasync", "ftruncate", "sendfile"),
+            *("open", "close", "write", "pwrite", "fsync", "fdatasync", "ftruncate", "sendfile"),
             *("mkdir", "rename", "replace", "unlink", "remove", "rmdir"),
         ):
             if hasattr(os, name):
@@ -73,7 +77,14 @@ class Hooks:
         self._renameat2 = exchange._renameat2
         exchange._renameat2 = self._hooked_renameat2
         # Such a function would be used in place of those above, and not be seen.
-        for name in ("copy_file_range", "splice", "pwrite", "pwritev", "writev"):
+        for name in (
+            "copy_file_range",
+            "splice",
+            "pwritev",
+            "writev",
+            "posix_fallocate",
+            "truncate",
+        ):
             if hasattr(os, name):
                 self._real[name] = getattr(os, name)
                 setattr(os, name, _not_seen(name))
@@ -89,11 +100,12 @@ class Hooks:
         """Makes a call, or a part of it, as the watcher says."""
         if not self._watches(call.path):
             return do()
-        most = self._watcher.before(call)
-        result = do() if most is None or part is None else part(most)
-        if most is None:
-            self._watcher.after(call)
-        return result
+        with self._one_at_a_time:
+            most = self._watcher.before(call)
+            result = do() if most is None or part is None else part(most)
+            if most is None:
+                self._watcher.after(call)
+            return result
 
     def _watches(self, path: str) -> bool:
         inside = path.startswith(self._root + os.sep)
@@ -120,11 +132,17 @@ class Hooks:
         writing = flags & (os.O_CREAT | os.O_TRUNC)
         descriptor = self.perform(Call("create", absolute), do) if writing else do()
         self._path_of[descriptor] = absolute
+        if flags & os.O_TRUNC:
+            self._emptied.add(descriptor)
         return descriptor
 
     def _close(self, descriptor):
-        self._path_of.pop(descriptor, None)
-        return self._real["close"](descriptor)
+        path = self._path_of.pop(descriptor, "")
+        was_written = descriptor in self._emptied
+        self._emptied.discard(descriptor)
+        self._real["close"](descriptor)
+        if was_written:
+            self.perform(Call("close", path), lambda: None)
 
     def _write(self, descriptor, data):
         real = self._real["write"]
@@ -135,6 +153,17 @@ class Hooks:
         call = Call("write", path, data=bytes(view), offset=os.lseek(descriptor, 0, os.SEEK_CUR))
         return self.perform(
             call, lambda: real(descriptor, data), lambda n: real(descriptor, view[:n])
+        )
+
+    def _pwrite(self, descriptor, data, offset):
+        real = self._real["pwrite"]
+        view = memoryview(data).cast("B")
+        path = self._path_of.get(descriptor, "")
+        call = Call("write", path, data=bytes(view), offset=offset)
+        return self.perform(
+            call,
+            lambda: real(descriptor, data, offset),
+            lambda n: real(descriptor, view[:n], offset),
         )
 
     def _sendfile(self, out_fd, in_fd, offset, count, *rest):

@@ -13,7 +13,8 @@ from tests.crash.hooks import Call
 from tests.crash.scenarios import OUT, Scenario, placed
 from tests.crash.watchers import Historian
 
-_STAGED = re.compile(r"\.(?P<name>.+)\.saving-[0-9a-f]+")
+# The hidden directories that are written, and become those of these names.
+STAGED = re.compile(r"\.(?P<name>.+)\.(saving|partial)-[0-9a-f]+")
 # Writes of a file that are looked at, about.
 _WRITES = 4
 
@@ -103,7 +104,7 @@ def make_reference(server: Server, scenario: Scenario, inputs: Path, place: Path
     order: list[str] = []
     saving = []
     for call in recorded.tried:
-        match = _STAGED.fullmatch(Path(call.path).name)
+        match = STAGED.fullmatch(Path(call.path).name)
         if call.kind == "mkdir" and match is not None and id(call) in made:
             order.append(match["name"])
         saving.append(max(0, len(order) - 1))

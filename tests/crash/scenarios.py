@@ -13,6 +13,8 @@ MODEL = peers.config(vocab=307, layers=1)
 # The place of the inputs in a command, and the output directory, which lies where it is run.
 INPUTS, OUT = "INPUTS", "out"
 RESUME = "resume_from_checkpoint=True"
+# What a thread writes from one place on, in bytes: so small that these models are written in many.
+RANGE = 4 << 10
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.cli.main import main
-from checkpointing.storage import commit
+from checkpointing.storage import commit, new_file
 from tests.crash.hooks import Hooks
+from tests.crash.scenarios import RANGE
 from tests.crash.watchers import Bystander, Faulty, Historian, Killer
 
 WATCHERS = {"kill": Killer, "fault": Faulty, "history": Historian, "none": Bystander}
@@ -49,6 +50,8 @@ def _run(job: dict[str, Any]) -> int:
         signal.alarm(_SECONDS)
         # A checkpoint notes the path of its directory, which must be the same in all runs.
         os.chdir(Path(job["root"]).parent)
+        os.environ.update(job["environment"])
+        new_file._RANGE = RANGE
         watcher = WATCHERS[job["watcher"]](**job["settings"])
         if not job["exchange"]:
             commit.exchange = lambda first, second: False

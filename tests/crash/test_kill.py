@@ -3,23 +3,26 @@
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.crash.contents import contents
 from tests.crash.judging import check_left, go_on
+from tests.crash.reference import STAGED
 from tests.crash.scenarios import OUT, SCENARIOS, placed
 
 SAMPLE = 2
 LEAST = 500
+THREADED = ("HF", "asynchronous", "tune", "convert", "merge")
 
 
-def kill_and_go_on(server, reference, out, at, half):
+def kill_and_go_on(server, reference, out, at, half, threads=1):
     scenario = reference.scenario
     shutil.copytree(reference.prepared, out)
-    where = f"{reference.calls[at]}, call {at}, half={half}"
+    where = f"{reference.calls[at]}, call {at}, half={half}, {threads} threads"
     command = placed(scenario.command, reference.inputs)
-    done = server.run(command, out, "kill", scenario.exchange, at=at, half=half)
+    done = server.run(command, out, "kill", scenario.exchange, threads, at=at, half=half)
     assert done.code == -signal.SIGKILL, (where, done.output)
     check_left(reference, out, at, where)
     go_on(server, reference, out, at, where)
@@ -40,6 +43,39 @@ def test_a_killed_command_goes_on_as_if_nothing_had_happened(name, reference, ea
         ),
         chosen,
     )
+
+
+@pytest.mark.parametrize("name", THREADED)
+def test_whichever_thread_makes_the_call_at_which_it_is_killed(name, reference, each, tmp_path):
+    known = reference(name)
+    each(
+        lambda server, at, half: kill_and_go_on(
+            server, known, tmp_path / f"{at}_{half}" / OUT, at, half, threads=2
+        ),
+        random.Random(name).sample(where_threads_write(known), SAMPLE),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_several_threads_can_be_killed_at_every_call(name, reference, each, tmp_path):
+    known = reference(name)
+    each(
+        lambda server, at, half: kill_and_go_on(
+            server, known, tmp_path / f"{at}_{half}" / OUT, at, half, threads=2
+        ),
+        where_threads_write(known),
+    )
+
+
+def where_threads_write(reference):
+    """Where a file is written whose size was set before, since its parts come in any order."""
+    sized = {call.path for call in reference.calls if call.kind == "truncate" and call.offset}
+    return [
+        (at, half)
+        for at, half in reference.points
+        if reference.calls[at].kind == "write" and reference.calls[at].path in sized
+    ]
 
 
 @pytest.mark.slow
@@ -63,13 +99,17 @@ def test_every_byte_of_a_checkpoint_is_seen_by_the_hooks(name, reference):
     known = reference(name)
     written = {}
     for call in known.calls:
-        if call.kind in ("create", "write") and ".saving-" in call.path:
-            parts = call.path.split("/")
-            staged = next(part for part in parts if ".saving-" in part)
-            inside = "/".join(parts[parts.index(staged) + 1 :])
-            file = f"{staged.split('.saving-')[0][1:]}/{inside}"
-            before = 0 if call.kind == "create" else written[file]
-            written[file] = before + len(call.data)
+        parts = Path(call.path).parts
+        staged = [number for number, part in enumerate(parts) if STAGED.fullmatch(part)]
+        if call.kind in ("create", "write") and staged:
+            (number,) = staged
+            file = "/".join((STAGED.fullmatch(parts[number])["name"], *parts[number + 1 :]))
+            seen = written.setdefault(file, set())
+            if call.kind == "create":
+                seen.clear()
+            places = range(call.offset, call.offset + len(call.data))
+            assert seen.isdisjoint(places), f"{call} writes what is written"
+            seen.update(places)
     saved = {
         f"{checkpoint}/{path.relative_to(known.whole / checkpoint)}": path.stat().st_size
         for checkpoint in contents(known.whole)
@@ -77,4 +117,7 @@ def test_every_byte_of_a_checkpoint_is_seen_by_the_hooks(name, reference):
         for path in (known.whole / checkpoint).rglob("*")
         if path.is_file()
     }
-    assert {file: written.get(file) for file in saved} == saved
+    assert known.order and saved
+    assert {file: written.get(file) for file in saved} == {
+        file: set(range(size)) for file, size in saved.items()
+    }

@@ -1,6 +1,7 @@
 """Whatever the disk forgets when the power fails, a name of a checkpoint leads to all of it."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from checkpointing import AdapterConfig, FullModelHFCheckpointer
-from checkpointing.storage import commit
+from checkpointing.storage import commit, new_file
 from checkpointing.storage.commit import recover
+from checkpointing.storage.threads import THREADS_VARIABLE
 from tests.crash.contents import Content, content, contents, hidden
 from tests.crash.disk import Disk, write_tree
 from tests.crash.hooks import Call, Recorder, watching
-from tests.crash.scenarios import MODEL
+from tests.crash.scenarios import MODEL, RANGE
 from tests.tiny import ATTENTION, random_adapter
 
 # Possibilities that are looked at after each call, if there are more.
@@ -26,6 +28,13 @@ ADAPTER = AdapterConfig(r=2, alpha=6.0, target_modules=ATTENTION[:1])
 def no_real_fsync(monkeypatch):
     """It takes long, and the disk whose power fails is a modelled one."""
     monkeypatch.setattr(os, "fsync", os.fstat)
+
+
+@pytest.fixture(autouse=True)
+def in_many_places(monkeypatch):
+    """A file is written as a large one is, in an order that is the same each time."""
+    monkeypatch.setattr(new_file, "_RANGE", RANGE)
+    monkeypatch.setenv(THREADS_VARIABLE, "1")
 
 
 @pytest.fixture
@@ -168,7 +177,7 @@ def test_the_model_loses_what_is_not_synced(tmp_path):
         return {frozenset(left.items()) for left in disk.after_losses(64)}
 
     data = b"12345678"
-    some = (b"", b"1234", data, bytes(8))
+    some = (b"", b"1234", data, b"\0\0\0\x005678", bytes(8))
     assert possible() == {frozenset(), *(frozenset({("a", part)}) for part in some)}
     disk.apply(Call("fsync", file))
     assert possible() == {frozenset(), frozenset({("a", data)})}
@@ -176,6 +185,36 @@ def test_the_model_loses_what_is_not_synced(tmp_path):
     assert possible() == {frozenset({("a", data)})}
     disk.apply(Call("rename", file, f"{top}/b"))
     assert possible() == {frozenset({("a", data)}), frozenset({("b", data)})}
+
+
+def test_the_model_has_zeros_where_a_file_was_made_long_and_not_yet_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    disk = Disk(tmp_path / "disk")
+    top = str((tmp_path / "disk").resolve())
+    file = f"{top}/a"
+    for call in (
+        Call("create", file),
+        Call("fsync", top),
+        Call("truncate", file, offset=8),
+        Call("write", file, data=b"34", offset=2),
+    ):
+        disk.apply(call)
+    assert disk.present() == {"a": b"\0\x0034\0\0\0\0"}
+    left = {tree["a"] for tree in disk.after_losses(64)}
+    assert left == {b"", bytes(8), b"\0\x0034", b"\0\x0034\0\0\0\0"}
+    disk.apply(Call("fsync", file))
+    disk.apply(Call("write", file, data=b"56", offset=6))
+    disk.apply(Call("truncate", file, offset=7))
+    left = {tree["a"] for tree in disk.after_losses(64)}
+    assert left >= {b"\0\x0034\0\0\0\0", b"\0\x0034\0\x005"}
+
+
+def test_a_save_writes_a_file_in_many_places_and_makes_it_long_first(saved):
+    kinds = {}
+    for call in saved.calls:
+        kinds.setdefault(call.path, []).append(call.kind)
+    calls = re.compile("create truncate (write ){3,}fsync close fsync( unlink)?")
+    assert any(calls.fullmatch(" ".join(found)) for found in kinds.values())
 
 
 def test_a_save_outlasts_a_power_loss_at_any_call(saved, tmp_path):

@@ -9,6 +9,9 @@ from safetensors.torch import load_file, save
 
 from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.mapping.tensors import StateDictSource, TensorMeta
+from checkpointing.storage import writer
+from checkpointing.storage.integrity import check_intact
+from checkpointing.storage.manifest import file_digests, read_manifest
 from checkpointing.storage.read import SAFETENSORS_DTYPES, SafetensorsSource
 from checkpointing.storage.write import parse_size, plan_shards
 from checkpointing.storage.writer import CheckpointWriter
@@ -122,3 +125,17 @@ def test_a_tensor_that_is_not_what_was_announced_is_never_written(tmp_path):
     source.metas["a"] = TensorMeta((3, 5), torch.bfloat16)
     with pytest.raises(TensorMismatchError, match=r"a: is \[3, 5\] float32, .* \[3, 5\] bfloat16"):
         write(tmp_path / "t.safetensors", source)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 1001, 2999])
+def test_a_copied_file_is_the_same(tmp_path, monkeypatch, size):
+    """Read in pieces, which a large tokenizer is larger than."""
+    monkeypatch.setattr(writer, "_CHUNK", 500)
+    content = bytes(number * number % 251 for number in range(size))
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    (tmp_path / "out").mkdir()
+    copying = CheckpointWriter(tmp_path / "out", lambda _: None)
+    copying.copy(tmp_path / "tokenizer.model")
+    copying.manifest({"step": 7})
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == content
+    check_intact(tmp_path / "out", file_digests(tmp_path / "out", read_manifest(tmp_path / "out")))
