@@ -4,11 +4,14 @@
 writes what it gave.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,12 @@ from checkpointing.storage.commit import check_room, recover, staged_directory
 from checkpointing.storage.location import is_remote, path_on_this_machine
 from checkpointing.storage.manifest import MANIFEST_NAME, read_manifest
 from checkpointing.storage.mirror import local, origin_of
+from checkpointing.storage.partial import (
+    Measure,
+    finished_files,
+    partial_directory,
+    partial_path,
+)
 from checkpointing.storage.publish import (
     check_remote_destination,
     lie_in_each_other,
@@ -58,6 +67,9 @@ class ModelToWrite:
         config_text: name and content of the config file, ``None`` for none.
         side_files: files to copy as they are.
         max_shard_bytes: largest weight file.
+        inputs: all other files that it is made from.
+        computed_with: what else the tensors depend on, for JSON.
+        measure: what measures the tensors while they are written.
         facts: for the manifest.
         notes: what the user should know, one line each.
     """
@@ -69,6 +81,9 @@ class ModelToWrite:
     config_text: tuple[str, str] | None
     side_files: tuple[Path, ...]
     max_shard_bytes: int
+    inputs: tuple[Path, ...] = ()
+    computed_with: Mapping[str, Any] = field(default_factory=dict)
+    measure: Measure | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -86,6 +101,35 @@ class ModelToWrite:
     def options(self) -> WriteOptions:
         """How the weights are written."""
         return WriteOptions(True, self.max_shard_bytes)
+
+    @cached_property
+    def key(self) -> str:
+        """Hexadecimal; a plan that might write other bytes has another one.
+
+        Files count with their paths, sizes and times of modification.
+        """
+        made_of = {
+            "versions": [_version("tunepoint"), torch.__version__],
+            "files": [_state(path) for path in (*self.inputs, *self.side_files)],
+            "computed_with": self.computed_with,
+            "tensors": [(name, str(meta)) for name, meta in self.tensors.metas.items()],
+            "weight_files": [self.weight_files, self.max_shard_bytes],
+            "config": self.config_text,
+            "facts": self.facts,
+        }
+        return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    status = path.stat()
+    return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
 def plan_conversion(
@@ -142,6 +186,7 @@ def plan_model(
         config_text=_config_text(found, model, to, tensors),
         side_files=copied,
         max_shard_bytes=parse_size(max_shard_size),
+        inputs=(*found.files, *([found.config_file] if found.config_file else [])),
         facts={
             "format": to,
             "family": family,
@@ -253,24 +298,50 @@ def check_destination(
 def write_model(plan: ModelToWrite, destination: str | Path, overwrite: bool = False) -> None:
     """Writes a planned model; the directory appears whole, or not at all.
 
+    If it was cut short before, by a kill or as below, it goes on: weight files that were finished,
+    and whose checksums hold, are not written again.
+
     Args:
         plan: from :func:`plan_conversion` or :func:`plan_model`.
         destination: the directory to write, or its URL.
         overwrite: replace an existing one.
 
     Raises:
-        ConfigError: if the destination exists, or lies in the source or around it.
-        OutOfSpaceError: if the disk has no room; nothing is written then.
-        WriteError: if the system refuses to write, or it cannot be uploaded.
+        ConfigError: if the destination exists, or lies in the source or around it, or if another
+            process is at the same.
+        OutOfSpaceError: if the disk has no room; what is finished stays.
+        WriteError: if the system refuses to write; what is finished stays. Or if it cannot be
+            uploaded.
+        KeyboardInterrupt: if the user stops it; what is finished stays, a note of it says where.
     """
     check_destination(destination, (plan.source,), overwrite)
-    with published(destination) as directory, written(directory, plan.nbytes) as writer:
-        for path in plan.side_files:
-            writer.copy(path)
-        if plan.config_text is not None:
-            writer.text(*plan.config_text)
-        plan.format.write(writer, plan.tensors, plan.base, plan.options)
-        writer.manifest(plan.facts)
+    with published(destination) as directory:
+        recover(directory.parent)
+        with partial_directory(directory, plan.key, plan.weight_files, plan.measure) as partial:
+            missing = plan.nbytes - partial.nbytes
+            check_room(directory, missing)
+            with bytes_progress(f"writing {directory.name}", missing) as progress:
+                writer = partial.writer(progress)
+                for path in plan.side_files:
+                    writer.copy(path)
+                if plan.config_text is not None:
+                    writer.text(*plan.config_text)
+                plan.format.write(writer, plan.tensors, plan.base, plan.options)
+                writer.manifest(plan.facts)
+
+
+def resume_notes(plan: ModelToWrite, destination: str | Path) -> tuple[str, ...]:
+    """What the user should know of what an earlier process has finished of a planned model.
+
+    Nothing is said of a destination that a URL names.
+    """
+    if is_remote(destination):
+        return ()
+    partial = partial_path(path_on_this_machine(destination), plan.key)
+    count = len(finished_files(partial, plan.weight_files))
+    if not count:
+        return ()
+    return (f"goes on with {partial}: {count} of {len(plan.weight_files)} weight files are there",)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Folding an adapter into its base, and what rounding leaves of it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,12 @@ from checkpointing.adapters.lora import (
     trained_tensors,
     unrounded_merge,
 )
+from checkpointing.adapters.peft import PEFT_CONFIG
+from checkpointing.adapters.peft_in import peft_weights
 from checkpointing.convert import ModelToWrite, plan_model
 from checkpointing.formats.detect import find_model
 from checkpointing.mapping.tensors import TensorSource
+from checkpointing.storage.manifest import MANIFEST_NAME
 from checkpointing.storage.mirror import local, origin_of
 
 
@@ -90,14 +94,43 @@ class MeasuredMerge(MergedStateDict):
     def __init__(
         self, base: TensorSource, adapter: TensorSource, config: AdapterConfig, sampled: int = 1
     ) -> None:
-        self._measured: dict[str, list[Survival]] = {}
+        # Several threads may read; appending is one step, which adding to a sum is not.
+        self._measured: list[tuple[str, Survival]] = []
+        self._taken = 0
         self._sampled = sampled
         super().__init__(base, adapter, config)
 
     @property
     def survival(self) -> dict[str, Survival]:
         """What is left of the update of every merged module that has been read, by native name."""
-        return {module: sum(parts, Survival()) for module, parts in self._measured.items()}
+        return _sums(self._measured)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of the merged weights that have been read."""
+        return {self.metas[self._weight_of(module)].dtype for module in self.survival}
+
+    def _weight_of(self, module: str) -> str:
+        # The weight of experts is called as their module is.
+        return module if module in self.metas else f"{module}.weight"
+
+    def take(self) -> Any:
+        """What was measured since this was last called, for JSON."""
+        new = self._measured[self._taken :]
+        self._taken += len(new)
+        return {module: astuple(one) for module, one in _sums(new).items()}
+
+    def restart(self, measured: Sequence[Any]) -> None:
+        """Forgets all but what :meth:`take` once gave.
+
+        Raises:
+            ValueError: if it never gave that; nothing is known then.
+        """
+        self._measured, self._taken = [], 0
+        found = [one for each in measured for one in _read(each)]
+        if not all(self._weight_of(module) in self.metas for module, _ in found):
+            raise ValueError("measured modules that the model has not")
+        self._measured, self._taken = found, len(found)
 
     def _merge(
         self, module: str, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None
@@ -111,13 +144,30 @@ class MeasuredMerge(MergedStateDict):
             stored = merged_weight(weight, lora_a, lora_b, scale, magnitude)
         rows = slice(None, None, self._sampled if weight.shape[-2] >= _MANY_ROWS else 1)
         one = _survival(weight[..., rows, :], exact[..., rows, :], stored[..., rows, :])
-        # Several threads may read; appending is one step, which adding to a sum is not.
-        self._measured.setdefault(module, []).append(one)
+        self._measured.append((module, one))
         return stored
 
 
 # A row has thousands of elements, so that these tell the shares of a model to three digits.
 _SAMPLED, _MANY_ROWS = 8, 64
+
+
+def _sums(measured: Sequence[tuple[str, Survival]]) -> dict[str, Survival]:
+    sums: dict[str, Survival] = {}
+    for module, one in measured:
+        sums[module] = sums.get(module, Survival()) + one
+    return sums
+
+
+def _read(measured: Any) -> list[tuple[str, Survival]]:
+    """What :meth:`MeasuredMerge.take` gave, after its way through JSON."""
+    try:
+        found = [(module, Survival(*numbers)) for module, numbers in measured.items()]
+    except (AttributeError, TypeError) as error:
+        raise ValueError("not what was measured of modules") from error
+    if not all(isinstance(number, int | float) for _, one in found for number in astuple(one)):
+        raise ValueError("not what was measured of modules")
+    return found
 
 
 def _survival(weight: Tensor, exact: Tensor, stored: Tensor) -> Survival:
@@ -205,6 +255,10 @@ def plan_merge(
     merged_model = replace(model, native=merged)
     plan = plan_model(found, merged_model, to or found.format.name, max_shard_size)
     facts = {**plan.facts, "merged_adapter": origin_of(adapter)}
+    computed_with = {
+        "adapter": opened.config.to_state(),
+        "base_rounding": None if rounding is None else rounding.to_state(),
+    }
     notes = plan.notes
     if rounding is not None:
         notes += (
@@ -214,4 +268,19 @@ def plan_merge(
     if whole := trained_tensors(opened.tensors.metas):
         last_names = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in whole))
         notes += (f"modules that were trained whole take the place of the base's: {last_names}",)
-    return Merge(replace(plan, facts=facts, notes=notes), merged, opened)
+    plan = replace(
+        plan,
+        inputs=(*plan.inputs, *_files_of(opened)),
+        computed_with=computed_with,
+        measure=merged,
+        facts=facts,
+        notes=notes,
+    )
+    return Merge(plan, merged, opened)
+
+
+def _files_of(adapter: AdapterCheckpoint) -> list[Path]:
+    if adapter.is_peft:
+        return [adapter.path / PEFT_CONFIG, peft_weights(adapter.path)]
+    manifest = adapter.path.parent / MANIFEST_NAME
+    return [adapter.path, *([manifest] if manifest.is_file() else [])]

@@ -4,6 +4,9 @@ The format of SRC is recognised. No model is built; tensors are converted one at
 tokenizer and licence come along; a config file that the target needs and SRC lacks is made. Either
 may be a URL, such as s3://bucket/model.
 
+The conversion of a model that was cut short goes on when it is started again, from the weight files
+that it had finished.
+
 An adapter needs its base, which is where its manifest or adapter_config.json says, or --base.
 
 examples:
@@ -14,7 +17,9 @@ examples:
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.cli.text import count_text, size_text, table
@@ -22,6 +27,7 @@ from checkpointing.printable import printable
 from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
+    from checkpointing.convert import ModelToWrite
     from checkpointing.mapping.tensors import TensorSource
 
 _SHOWN = 3
@@ -92,17 +98,30 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _convert_model(args: argparse.Namespace) -> int:
-    from checkpointing.convert import check_destination, plan_conversion, write_model
+    from checkpointing.convert import check_destination, plan_conversion, resume_notes
 
     check_destination(args.destination, (args.source,), args.overwrite)
     plan = plan_conversion(args.source_here, args.to, args.model_type, args.max_shard_size)
     config = [] if plan.config_text is None else [plan.config_text[0]]
     others = [*config, *(path.name for path in plan.side_files)]
-    _print_plan(args, plan.facts, plan.tensors, plan.notes, (plan.weight_files, others))
+    notes = (*plan.notes, *resume_notes(plan, args.destination))
+    _print_plan(args, plan.facts, plan.tensors, notes, (plan.weight_files, others))
     if not args.dry_run:
-        write_model(plan, args.destination, args.overwrite)
+        write(plan, args.destination, args.overwrite)
         print(f"wrote {args.destination}")
     return 0
+
+
+def write(plan: "ModelToWrite", destination: Path | str, overwrite: bool) -> None:
+    """Writes a planned model; after Ctrl-C it says what stays of it."""
+    from checkpointing.convert import write_model
+
+    try:
+        write_model(plan, destination, overwrite)
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", ()):
+            print(printable(note), file=sys.stderr)
+        raise
 
 
 def _convert_adapter(args: argparse.Namespace) -> int:

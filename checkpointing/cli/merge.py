@@ -5,7 +5,8 @@ whole model in the format of BASE or of --to. Each weight is computed in fp32 an
 BASE's dtype. After QLoRA, BASE is first rounded to NF4 in the dtype of the run, as it was in
 training. With W the base weight, U the adapter's update of it and M the merged weight as
 stored, the report says which share of the elements of W that U changes did change, how large M - W
-is beside U, and how large the rounding error M - W - U is beside U.
+is beside U, and how large the rounding error M - W - U is beside U. A merge that was cut short goes
+on when it is started again, from the weight files that it had finished.
 
 example:
   tune merge SmolLM2-135M-Instruct out/smollm2_135M_lora/epoch_0 out/merged
@@ -14,7 +15,7 @@ example:
 import argparse
 from typing import TYPE_CHECKING
 
-from checkpointing.cli.convert import add_common_arguments
+from checkpointing.cli.convert import add_common_arguments, write
 from checkpointing.cli.text import size_text, table
 from checkpointing.printable import printable
 from checkpointing.storage.location import path_or_url
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Writes the merged model and prints the report."""
-    from checkpointing.convert import check_destination, write_model
+    from checkpointing.convert import check_destination, resume_notes
     from checkpointing.merge import plan_merge
 
     check_destination(args.out, (args.base, args.adapter), args.overwrite)
@@ -57,9 +58,9 @@ def execute(args: argparse.Namespace) -> int:
         args.max_shard_size,
         args.original_base,
     )
-    for note in merge.plan.notes:
+    for note in (*merge.plan.notes, *resume_notes(merge.plan, args.out)):
         print(f"note: {printable(note)}")
-    write_model(merge.plan, args.out, args.overwrite)
+    write(merge.plan, args.out, args.overwrite)
     print(f"wrote {args.out} ({merge.plan.format.name}, {size_text(merge.plan.nbytes)})")
     print(_report(merge))
     return 0
@@ -68,11 +69,7 @@ def execute(args: argparse.Namespace) -> int:
 def _report(merge: "Merge") -> str:
     from checkpointing.merge import Survival, by_kind
 
-    metas = merge.merged.metas
-    dtypes = {
-        str(metas[f"{module}.weight"].dtype).removeprefix("torch.")
-        for module in merge.merged.survival
-    }
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in merge.merged.dtypes}
     rows = [("", "modules", "changed elements", "‖M-W‖/‖U‖", "‖M-W-U‖/‖U‖")]
     for kind, (count, one) in by_kind(merge.merged.survival).items():
         rows.append(_row(kind, count, one))

@@ -5,7 +5,8 @@ leaves a hidden directory, never a directory with a final name and missing data.
 
 Who writes into a hidden directory holds a lock on it, which the system takes away when the process
 ends, however it does. So what is not locked was left by a dead one. Who gives hidden directories
-their names holds a lock on the directory above for that short time.
+their names holds a lock on the directory above for that short time. What a conversion leaves, from
+which it can go on, has names of another kind: see :mod:`checkpointing.storage.partial`.
 
 Names reach the disk when the directory above is synced, in no order that could be relied on
 before. So nothing is removed until it is certain that no checkpoint's name leads to it.
@@ -45,19 +46,26 @@ def staged_directory(final: Path) -> Iterator[Path]:
     """
     with named_errors(final, "could not be saved"), ExitStack() as held:
         make_directory(final.parent)
-        staging = _hidden(final, "saving")
-        with _locked(final.parent, wait=True):
+        staging = hidden_name(final, "saving")
+        with locked(final.parent, wait=True):
             staging.mkdir()
-            held.enter_context(_locked(staging))
-        try:
+            held.enter_context(locked(staging))
+        with becoming(staging, final):
             yield staging
-            _sync_tree(staging)
-            _put_in_place(staging, final)
-        except BaseException:
-            with suppress(OSError):
-                _discard(staging)
-            raise
-        _discard(staging)
+
+
+@contextmanager
+def becoming(staging: Path, final: Path) -> Iterator[None]:
+    """Makes a hidden directory the final one when the block ends, or removes it if it raises."""
+    try:
+        yield
+        sync_tree(staging)
+        _put_in_place(staging, final)
+    except BaseException:
+        with suppress(OSError):
+            discard(staging)
+        raise
+    discard(staging)
 
 
 def _put_in_place(staging: Path, final: Path) -> None:
@@ -65,8 +73,8 @@ def _put_in_place(staging: Path, final: Path) -> None:
     if not os.path.lexists(final):
         staging.rename(final)
     elif not exchange(staging, final):
-        replaced = _hidden(final, "replaced")
-        with _locked(final.parent, wait=True):
+        replaced = hidden_name(final, "replaced")
+        with locked(final.parent, wait=True):
             final.rename(replaced)
             try:
                 staging.rename(final)
@@ -74,14 +82,15 @@ def _put_in_place(staging: Path, final: Path) -> None:
                 with suppress(OSError):
                     replaced.rename(final)
                 raise
-            _sync(final.parent)
+            sync(final.parent)
             # By this name it will never be put back, once a part of it is removed. If that is
             # refused, the new one is in place all the same, and `recover` does the rest.
             with suppress(OSError):
                 replaced.rename(staging)
 
 
-def _hidden(final: Path, what: str) -> Path:
+def hidden_name(final: Path, what: str) -> Path:
+    """A name that no other has, for what a directory is before or after it has its own."""
     return final.with_name(f".{final.name}.{what}-{secrets.token_hex(4)}")
 
 
@@ -96,7 +105,7 @@ def recover(output_dir: Path) -> None:
         return
     with (
         named_errors(output_dir, "what a killed run left cannot be removed"),
-        _locked(output_dir, wait=True),
+        locked(output_dir, wait=True),
     ):
         for path in sorted(output_dir.iterdir()):
             match = _HIDDEN.fullmatch(path.name)
@@ -106,20 +115,20 @@ def recover(output_dir: Path) -> None:
                 _finish_replacement(path, output_dir / match["name"])
                 continue
             # Another process may be removing it just now.
-            with suppress(FileNotFoundError), _locked(path) as is_dead:
+            with suppress(FileNotFoundError), locked(path) as is_dead:
                 if is_dead:
-                    _discard(path)
+                    discard(path)
 
 
 def _finish_replacement(replaced: Path, final: Path) -> None:
     if os.path.lexists(final):
-        _sync(final.parent)
-        doomed = _hidden(final, "saving")
+        sync(final.parent)
+        doomed = hidden_name(final, "saving")
         replaced.rename(doomed)
-        _discard(doomed)
+        discard(doomed)
     else:
         replaced.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
 
 
 def remove_directory(directory: Path) -> None:
@@ -130,17 +139,17 @@ def remove_directory(directory: Path) -> None:
         WriteError: if the system refuses it for another reason.
     """
     with named_errors(directory, "could not be removed"):
-        doomed = _hidden(directory, "saving")
+        doomed = hidden_name(directory, "saving")
         directory.rename(doomed)
-        _discard(doomed)
+        discard(doomed)
 
 
-def _discard(hidden: Path) -> None:
+def discard(hidden: Path) -> None:
     """Removes a hidden directory, if there is one, as soon as nothing else can lead to it.
 
     What cannot be removed is left to :func:`recover`.
     """
-    _sync(hidden.parent)
+    sync(hidden.parent)
     if hidden.is_symlink():
         hidden.unlink()
     else:
@@ -159,11 +168,11 @@ def make_directory(directory: Path) -> None:
         if missing:
             directory.mkdir(parents=True, exist_ok=True)
         for path in missing:
-            _sync(path.parent)
+            sync(path.parent)
 
 
 @contextmanager
-def _locked(directory: Path, *, wait: bool = False) -> Iterator[bool]:
+def locked(directory: Path, *, wait: bool = False) -> Iterator[bool]:
     """Locks a directory for as long as the block runs, or the process; yields whether it could."""
     descriptor = os.open(directory, os.O_RDONLY)
     _held.add(descriptor)
@@ -248,18 +257,20 @@ def check_room(directory: Path, nbytes: int) -> None:
         )
 
 
-def _sync_tree(directory: Path) -> None:
+def sync_tree(directory: Path) -> None:
+    """Makes a directory and all in it outlast a power loss."""
     for root, _, files in os.walk(directory, onerror=_raise):
         for file in files:
-            _sync(Path(root) / file)
-        _sync(Path(root))
+            sync(Path(root) / file)
+        sync(Path(root))
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Makes the data of a file, or the names in a directory, outlast a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from checkpointing import AdapterConfig, FullModelHFCheckpointer
 from checkpointing.cli.main import main
+from checkpointing.formats.detect import find_model
 from checkpointing.mapping.tensors import StateDictSource
 from checkpointing.merge import MeasuredMerge, by_kind
 from tests.cli.test_convert import convert, weights, write_base
-from tests.tiny import ATTENTION, MLP, assert_same_tensors, random_adapter
+from tests.tiny import ATTENTION, EXPERTS, MLP, assert_same_tensors, random_adapter, write_hf
 from tests.training.peers import config
 
 MODEL = config()
@@ -56,6 +57,32 @@ def test_the_merged_model_is_that_of_pefts_merge_and_unload(tmp_path, adapter_co
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
     assert not torch.equal(found["lm_head.weight"], weights(base)["lm_head.weight"])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_experts_are_merged_and_reported(tmp_path, capsys):
+    settings = MixtralConfig(
+        **{"vocab_size": 131, "hidden_size": 42, "intermediate_size": 56, "head_dim": 14},
+        **{"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3},
+        **{"num_local_experts": 5, "num_experts_per_tok": 4, "pad_token_id": 0},
+    )
+    base = write_hf(MixtralForCausalLM(settings), tmp_path / "base")
+    found = find_model(base).open()
+    adapter_config = replace(ADAPTER, target_modules=("q_proj", *EXPERTS))
+    state = {
+        "adapter": random_adapter(found.config.dims, adapter_config),
+        "adapter_config": adapter_config.to_state(),
+    }
+    checkpointer = FullModelHFCheckpointer(base, output_dir=tmp_path / "run")
+    adapter = checkpointer.save_checkpoint(state, epoch=0, adapter_only=True, step=1)
+    assert merge(base, adapter, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert "what rounding to float32 left" in printed
+    for kind in (*EXPERTS, "q_proj"):
+        assert re.search(rf"{kind} +2 ", printed), printed
+    name = "layers.1.mlp.experts.up_proj"
+    weight = find_model(tmp_path / "out").open().native.read(name)
+    a, b = (state["adapter"][f"layers.1.mlp.experts.lora_up_{each}"] for each in "ab")
+    torch.testing.assert_close(weight, found.native.read(name) + 1.5 * (a @ b))
 
 
 @pytest.mark.parametrize("to", ["meta", "tune"])

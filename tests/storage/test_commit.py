@@ -93,7 +93,7 @@ def test_what_a_living_process_writes_is_not_removed_until_it_is_killed(tmp_path
 
 
 def test_what_others_left_is_not_removed(tmp_path):
-    kept = {".cache", ".epoch_1.saving-soon", "epoch_0"}
+    kept = {".cache", ".epoch_1.saving-soon", "epoch_0", ".model.partial-0a1b"}
     for name in kept:
         (tmp_path / name).mkdir()
     (tmp_path / ".epoch_2.saving-0a1b").write_text("a file, not a directory of ours")
