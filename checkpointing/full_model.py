@@ -4,7 +4,7 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,18 +48,17 @@ from checkpointing.save_plan import (
     adapter_config_of,
     directory_name,
 )
-from checkpointing.storage.commit import (
-    check_room,
-    make_directory,
-    recover,
-    staged_directory,
-)
+from checkpointing.sharded import check_alike, check_whole, ranks_that_save
+from checkpointing.storage.commit import check_room, make_directory, recover
 from checkpointing.storage.fingerprint import fingerprint
+from checkpointing.storage.load import copy_into, load_all
 from checkpointing.storage.location import is_remote, path_on_this_machine
 from checkpointing.storage.manifest import MANIFEST_NAME
 from checkpointing.storage.mirror import local, origin_of
 from checkpointing.storage.publish import lie_in_each_other
+from checkpointing.storage.ranks import Ranks
 from checkpointing.storage.run_lock import claimed
+from checkpointing.storage.shared_writer import SharedWriter, staged_together
 from checkpointing.storage.side_files import side_files
 from checkpointing.storage.write import parse_size
 from checkpointing.storage.writer import CheckpointWriter
@@ -213,7 +212,8 @@ class FullModelCheckpointer:
 
         Returns:
             ``model``: the native weights, of the dtypes in the files; they may be views of a
-            memory map of these. ``adapter`` and ``adapter_config``: if there is an adapter.
+            private memory map of these, so that what is written into them changes no file.
+            ``adapter`` and ``adapter_config``: if there is an adapter.
             When resuming also the recipe state's keys.
 
         Raises:
@@ -222,19 +222,49 @@ class FullModelCheckpointer:
             TensorMismatchError: lists all tensors that do not fit the model or the adapter.
             ConfigError: if a config file is wrong, or the adapter was trained on another base.
         """
+        native = self._model_to_load()
+        beside = self._load_beside_model()
+        with bytes_progress("loading", _nbytes(native)) as progress:
+            weights = load_all(native, progress)
+        self._is_loaded = True
+        return {MODEL_KEY: weights, **beside}
+
+    def load_into(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """As :meth:`load_checkpoint`, but copies the weights into tensors that are there.
+
+        So no memory is taken beside theirs, whatever must be converted.
+
+        Args:
+            parameters: by native name, of any floating point dtype and on any device, such as
+                ``model.state_dict()``.
+
+        Returns:
+            What :meth:`load_checkpoint` returns without ``model``.
+
+        Raises:
+            CheckpointNotFoundError: as :meth:`load_checkpoint`.
+            CorruptCheckpointError: as :meth:`load_checkpoint`.
+            TensorMismatchError: lists also all that does not fit the parameters, none of which
+                has changed then.
+            ConfigError: as :meth:`load_checkpoint`.
+        """
+        native = self._model_to_load()
+        beside = self._load_beside_model()
+        with bytes_progress("loading", _nbytes(native)) as progress:
+            copy_into(parameters, native, f"loading {self._checkpoint_dir}", progress)
+        self._is_loaded = True
+        return beside
+
+    def _model_to_load(self) -> TensorSource:
+        if self._resumed is None or self._adapter_path is not None:
+            return self._base.native
+        directory = self._resumed.directory
+        files = self._format.find_files(directory, None)
+        return self._format.open(directory, files, self._model_type).native
+
+    def _load_beside_model(self) -> dict[str, Any]:
+        """The adapter and the recipe state, as far as there are any."""
         state: dict[str, Any] = {}
-        model = self._base
-        if self._resumed is not None and self._adapter_path is None:
-            directory = self._resumed.directory
-            files = self._format.find_files(directory, None)
-            model = self._format.open(directory, files, self._model_type)
-        total = sum(meta.nbytes for meta in model.native.metas.values())
-        weights: dict[str, Tensor] = {}
-        with bytes_progress("loading", total) as progress:
-            for name, meta in model.native.metas.items():
-                weights[name] = model.native.read(name)
-                progress(meta.nbytes)
-        state[MODEL_KEY] = weights
         if self._adapter_path is not None:
             adapter = open_adapter(self._adapter_path, self._base)
             adapter.check_base(self._base.native, self._checkpoint_dir)
@@ -243,7 +273,6 @@ class FullModelCheckpointer:
                 state[ADAPTER_CONFIG_KEY] = adapter.told_config.to_state()
         if self._recipe_file is not None:
             state.update(load_recipe_state(self._recipe_file))
-        self._is_loaded = True
         return state
 
     @property
@@ -275,6 +304,15 @@ class FullModelCheckpointer:
         Everything that can be wrong is found before anything is written. Neither the state dict
         nor its tensors are changed.
 
+        Weights that lie in shards in the processes of a job (``DTensor``, as FSDP2 makes them)
+        become the same files as whole ones. All processes must call this at the same time and see
+        one storage. Each writes the rows that it has, and none ever holds the model: only what is
+        not cut into whole rows, or not where the format can be cut (between heads), is gathered,
+        one tensor at a time. Weights that all processes have are written by one of them each; all
+        that is not ``model`` is the first one's, and must be whole. An error in one process is
+        raised in all, and nothing is saved. That a process has died is noticed by the process
+        group's own timeout alone.
+
         Args:
             state_dict: ``model``, the full native weights, merged if there is an adapter (a
                 :class:`~checkpointing.adapters.MergedStateDict` merges while it is written);
@@ -299,32 +337,65 @@ class FullModelCheckpointer:
             WriteError: if the system refuses to write, or the checkpoint cannot be uploaded.
         """
         started = time.perf_counter()
-        name = directory_name(dir_prefix, epoch, step)
-        plan, output_dir = self._plan_save(state_dict, adapter_only)
-        final = output_dir / name
-        max_bytes = self._max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
-        with (
-            self.claim_output_dir(),
-            bytes_progress(f"saving {final.name}", plan.nbytes, show_progress) as progress,
-            staged_directory(final) as staging,
-        ):
-            writer = CheckpointWriter(staging, progress)
-            self._write(writer, plan, max_bytes)
-            facts = self._manifest(plan, epoch, step, state_dict)
-            if metrics:
-                facts[METRICS_KEY] = finite(metrics)
-            writer.manifest(facts)
-        logger.info("saved %s", final)
-        if self._remote is not None:
-            self._upload(self._remote, final, show_progress)
-        elif self._retention is not None:
-            needed = {final}
-            if self._resumed is not None and not self._is_loaded:
-                needed.add(self._resumed.directory)
-            remove_old_checkpoints(output_dir, self._retention, self._run_id, needed)
+        ranks = ranks_that_save(state_dict.get(MODEL_KEY))
+        with ranks.agreed():
+            name = directory_name(dir_prefix, epoch, step)
+            if max_shard_size is None:
+                max_bytes = self._max_shard_bytes
+            else:
+                max_bytes = parse_size(max_shard_size)
+            self._check_alike(ranks, state_dict, name, max_bytes, adapter_only)
+            plan, output_dir = self._plan_save(state_dict, adapter_only)
+            final = output_dir / name
+            shows = show_progress and ranks.is_first
+            total = plan.nbytes // ranks.count
+            with (
+                self.claim_output_dir() if ranks.is_first else nullcontext(),
+                bytes_progress(f"saving {final.name}", total, shows) as progress,
+                staged_together(final, ranks) as staging,
+            ):
+                writer = SharedWriter(staging, progress, ranks)
+                self._write(writer, plan, max_bytes)
+                if ranks.is_first:
+                    facts = self._manifest(plan, epoch, step, state_dict)
+                    if metrics:
+                        facts[METRICS_KEY] = finite(metrics)
+                    writer.manifest(facts)
+            if ranks.is_first:
+                self._follow_up(final, show_progress)
         seconds = time.perf_counter() - started
         self.times = SaveTimes(blocked=seconds, written=seconds)
         return final
+
+    def _check_alike(
+        self,
+        ranks: Ranks,
+        state_dict: Mapping[str, Any],
+        name: str,
+        max_bytes: int | None,
+        adapter_only: bool,
+    ) -> None:
+        """Checks that all processes write the same files."""
+        arguments = {
+            "output_dir": str(self._output_dir),
+            "the checkpoint's name": name,
+            "max_shard_size": max_bytes,
+            "safe_serialization": self._safe_serialization,
+            "adapter_only": adapter_only,
+            "that there is an adapter": ADAPTER_KEY in state_dict,
+        }
+        check_alike(ranks, state_dict.get(MODEL_KEY), arguments)
+
+    def _follow_up(self, saved: Path, show_progress: bool) -> None:
+        """What is done once a checkpoint exists."""
+        logger.info("saved %s", saved)
+        if self._remote is not None:
+            self._upload(self._remote, saved, show_progress)
+        elif self._retention is not None:
+            needed = {saved}
+            if self._resumed is not None and not self._is_loaded:
+                needed.add(self._resumed.directory)
+            remove_old_checkpoints(saved.parent, self._retention, self._run_id, needed)
 
     def _upload(self, remote: RemoteOutput, saved: Path, show_progress: bool) -> None:
         with self.claim_output_dir():
@@ -373,6 +444,7 @@ class FullModelCheckpointer:
                     f"state_dict: has no {key!r}, which adapter_only={adapter_only} needs; "
                     f"it has {', '.join(map(repr, state_dict))}"
                 )
+        check_whole({key: state_dict[key] for key in state_dict if key != MODEL_KEY}, "")
         model = None
         if not adapter_only:
             model = self._format.plan(as_source(state_dict[MODEL_KEY]), self._base)
@@ -457,3 +529,7 @@ class FullModelCheckpointer:
 
 def _path(location: str | Path | None) -> Path | None:
     return None if location is None else path_on_this_machine(location)
+
+
+def _nbytes(source: TensorSource) -> int:
+    return sum(meta.nbytes for meta in source.metas.values())

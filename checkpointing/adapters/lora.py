@@ -248,7 +248,9 @@ class MergedStateDict(LazyTensors):
     """The native weights of a model with its adapter folded in, computed when they are read.
 
     Modules that were trained whole take the place of the base's, in the base's dtype. The base is
-    never written to, and one merged tensor at a time exists.
+    never written to, and one merged tensor at a time exists. Of tensors that lie in shards in the
+    processes of a job (``DTensor``), those that update weights are gathered at once, so that all
+    processes must make it at the same time.
 
     Args:
         base: native weights, without adapter tensors.
@@ -269,6 +271,7 @@ class MergedStateDict(LazyTensors):
         base_source, adapter_source = as_source(base), as_source(adapter)
         self._base, self._adapter, self._config = base_source, adapter_source, config
         check_adapter(adapter_source.metas, config, shapes_of(base_source), "merging an adapter")
+        self._whole = self._gathered_updates()
         rows: dict[str, Callable[[], Rows]] = {
             name: partial(base_source.rows, name) for name in base_source.metas
         }
@@ -294,6 +297,19 @@ class MergedStateDict(LazyTensors):
         """The same base with other tensors of such an adapter, as a copy of them."""
         return MergedStateDict(self._base, adapter, self._config)
 
+    def _gathered_updates(self) -> dict[str, Tensor]:
+        """What updates weights, and lies in shards: each part of a weight needs others of it."""
+        names = [
+            parameter.native_name(module)
+            for module, kind in adapter_modules(self._adapter.metas).items()
+            for parameter in self._config.parameters(kind)
+        ]
+        sharded = [name for name in names if self._adapter.rows(name).shards is not None]
+        return {name: self._adapter.read(name) for name in sharded}
+
+    def _update(self, name: str) -> Tensor:
+        return self._whole[name] if name in self._whole else self._adapter.read(name)
+
     def _merged(self, module: str, kind: AdapterKind) -> Rows:
         """A merged weight, a few rows at a time, unless each needs all of them."""
         axes = kind.weight.axes
@@ -307,10 +323,9 @@ class MergedStateDict(LazyTensors):
 
         @cache
         def tensors() -> list[Tensor]:
-            return [self._adapter.read(one.native_name(module)) for one in own]
+            return [self._update(one.native_name(module)) for one in own]
 
-        def read(start: int, stop: int) -> Tensor:
-            some = weight.read(start, stop)
+        def merge(some: Tensor, start: int, stop: int) -> Tensor:
             parts = [
                 _matrix(
                     _along(tensor, parameter.axes, axes[0], start, stop).to(some.device),
@@ -324,8 +339,9 @@ class MergedStateDict(LazyTensors):
 
         # DoRA divides each output row by its norm.
         if self._config.use_dora and axes[0] == "in":
-            return Rows.whole(self._base.metas[name].shape, lambda: read(0, weight.count))
-        return replace(weight, read=read)
+            shape = self._base.metas[name].shape
+            return Rows.made_of([weight], shape, lambda all: merge(all[0], 0, weight.count))
+        return weight.map_ranges(merge)
 
     def _merge(
         self, module: str, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None
@@ -334,15 +350,12 @@ class MergedStateDict(LazyTensors):
         return merged_weight(weight, lora_a, lora_b, self._config.scale(module), magnitude)
 
     def _bias(self, name: str, lora_bias: str, module: str) -> Rows:
-        def read() -> Tensor:
-            bias = self._base.read(name)
+        def add(bias: Tensor, start: int, stop: int) -> Tensor:
             dtype = torch.float64 if bias.dtype == torch.float64 else torch.float32
-            update = self._config.scale(module) * self._adapter.read(lora_bias).to(
-                bias.device, dtype
-            )
-            return (bias.to(dtype) + update).to(bias.dtype)
+            update = self._update(lora_bias)[start:stop].to(bias.device, dtype)
+            return (bias.to(dtype) + self._config.scale(module) * update).to(bias.dtype)
 
-        return Rows.whole(self._base.metas[name].shape, read)
+        return self._base.rows(name).map_ranges(add)
 
     def _trained(self, name: str) -> Rows:
         dtype = self._base.metas[name].dtype

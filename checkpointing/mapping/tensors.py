@@ -1,17 +1,22 @@
 """Tensors that are known before they are read."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import lcm
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class TensorMeta:
     """Shape and dtype of a tensor, as a header tells them."""
 
@@ -31,6 +36,29 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A range of a tensor's rows, and the ranks of the processes that have it."""
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the rows of a tensor lie in the processes of a job; every one of them knows the same.
+
+    Attributes:
+        held: ranges that a process can read by itself, in order, together all rows; none if what
+            is in one process are not whole rows, or not as many as are needed together.
+        gather: all of the tensor; every process must ask for it at the same time.
+    """
+
+    held: tuple[Held, ...]
+    gather: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
 class Rows:
     """A tensor that is read, or computed, in ranges of its first dimension.
 
@@ -42,12 +70,15 @@ class Rows:
         unit: ranges begin and end at multiples of it. It is ``count`` for what can only be had
             whole.
         read: given where a range begins and ends, its rows; they may be a view of memory that the
-            source owns. All of a scalar is its range from 0 to 1.
+            source owns. All of a scalar is its range from 0 to 1. Of a tensor in shards it gives
+            what this process holds.
+        shards: where the rows are, if not all of them are in every process.
     """
 
     count: int
     unit: int
     read: Callable[[int, int], Tensor]
+    shards: Shards | None = None
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], read: Callable[[], Tensor]) -> "Rows":
@@ -62,14 +93,30 @@ class Rows:
             return cls.whole((), lambda: tensor)
         return cls(tensor.shape[0], 1, lambda start, stop: tensor[start:stop])
 
-    @property
-    def is_whole(self) -> bool:
-        """It cannot be had in parts."""
-        return self.unit >= self.count
+    @classmethod
+    def made_of(
+        cls,
+        parts: "Sequence[Rows]",
+        shape: tuple[int, ...],
+        make: Callable[[Sequence[Tensor]], Tensor],
+    ) -> "Rows":
+        """A tensor that is made of others, each of which it needs whole."""
+        whole = cls.whole(shape, lambda: make([part.read(0, part.count) for part in parts]))
+        shards = [part.shards for part in parts if part.shards is not None]
+        if not shards:
+            return whole
+        first = shards[0].held
+        together = len(first) == 1 and all(
+            len(one.held) == 1 and one.held[0].ranks == first[0].ranks for one in shards
+        )
+        held = (Held(0, whole.count, first[0].ranks),) if together else ()
+        return replace(
+            whole, shards=Shards(held, lambda: make([part.read_all() for part in parts]))
+        )
 
     def read_all(self) -> Tensor:
-        """The tensor."""
-        return self.read(0, self.count)
+        """The tensor; every process must ask for one in shards at the same time."""
+        return self.read(0, self.count) if self.shards is None else self.shards.gather()
 
     def map(self, convert: Callable[[Tensor], Tensor], unit: int = 1) -> "Rows":
         """What is made of each range by itself.
@@ -78,13 +125,41 @@ class Rows:
             convert: makes as many rows as it is given.
             unit: number of rows that it must be given multiples of.
         """
-        return Rows(self.count, lcm(self.unit, unit), lambda a, b: convert(self.read(a, b)))
+        return self.map_ranges(lambda rows, start, stop: convert(rows), unit)
+
+    def map_ranges(self, convert: Callable[[Tensor, int, int], Tensor], unit: int = 1) -> "Rows":
+        """As :meth:`map`, of what is told too where the range begins and ends."""
+        unit = lcm(self.unit, unit)
+        shards = self.shards and Shards(
+            _of_units(self.shards.held, unit), lambda: convert(self.read_all(), 0, self.count)
+        )
+        return Rows(self.count, unit, lambda a, b: convert(self.read(a, b), a, b), shards)
+
+    def within(self, context: Callable[[], AbstractContextManager[None]]) -> "Rows":
+        """The same, read within a context."""
+
+        def read(start: int, stop: int) -> Tensor:
+            with context():
+                return self.read(start, stop)
+
+        def gather() -> Tensor:
+            with context():
+                return self.read_all()
+
+        return replace(self, read=read, shards=self.shards and Shards(self.shards.held, gather))
 
     def narrow(self, start: int, count: int) -> "Rows":
         """A range of the rows as a tensor of its own."""
-        if start % self.unit or (count % self.unit and start + count != self.count):
-            return Rows(count, max(count, 1), lambda a, b: self.read_all()[start : start + count])
-        return Rows(count, self.unit, lambda a, b: self.read(start + a, start + b))
+        stop = start + count
+        if start % self.unit or (count % self.unit and stop != self.count):
+            whole = Rows(count, max(count, 1), lambda a, b: self.read(0, self.count)[start:stop])
+            held: tuple[Held, ...] = ()
+        else:
+            whole = Rows(count, self.unit, lambda a, b: self.read(start + a, start + b))
+            held = () if self.shards is None else _cut(self.shards.held, start, stop)
+        return replace(
+            whole, shards=self.shards and Shards(held, lambda: self.read_all()[start:stop])
+        )
 
     @classmethod
     def concatenated(cls, parts: "Sequence[Rows]") -> "Rows":
@@ -102,15 +177,51 @@ class Rows:
 
         aligned = all(first % part.unit == 0 for first, part in zip(starts, parts, strict=True))
         unit = lcm(*(part.unit for part in parts)) if aligned else max(ends[-1], 1)
-        return cls(ends[-1], unit, read)
+        held = [
+            Held(first + one.start, first + one.stop, one.ranks)
+            for first, part in zip(starts, parts, strict=True)
+            for one in (() if part.shards is None else part.shards.held)
+        ]
+        return cls(ends[-1], unit, read, cls._joined(parts, 0, _of_units(held, unit)))
 
     @classmethod
     def side_by_side(cls, parts: "Sequence[Rows]", dim: int) -> "Rows":
         """Tensors of as many rows, joined along another dimension than the first."""
         unit = lcm(*(part.unit for part in parts))
+        alike = len({part.shards and part.shards.held for part in parts}) == 1
+        held = parts[0].shards.held if parts[0].shards is not None and alike else ()
         return cls(
-            parts[0].count, unit, lambda a, b: torch.cat([part.read(a, b) for part in parts], dim)
+            parts[0].count,
+            unit,
+            lambda a, b: torch.cat([part.read(a, b) for part in parts], dim),
+            cls._joined(parts, dim, _of_units(held, unit)),
         )
+
+    @staticmethod
+    def _joined(parts: "Sequence[Rows]", dim: int, held: tuple[Held, ...]) -> Shards | None:
+        """The shards of parts that are joined, if any of them has shards."""
+        shards = [part.shards for part in parts if part.shards is not None]
+        if not shards:
+            return None
+        # A part that every process has, or none can read by itself, has no ranges here.
+        complete = len(shards) == len(parts) and all(one.held for one in shards)
+        return Shards(
+            held if complete else (), lambda: torch.cat([part.read_all() for part in parts], dim)
+        )
+
+
+def _of_units(held: Sequence[Held], unit: int) -> tuple[Held, ...]:
+    """The ranges, if each begins at a multiple of the unit, and so ends at one or at the end."""
+    return tuple(held) if all(one.start % unit == 0 for one in held) else ()
+
+
+def _cut(held: Sequence[Held], start: int, stop: int) -> tuple[Held, ...]:
+    """What of the ranges lies in another one, which the new ones are counted from."""
+    return tuple(
+        Held(max(one.start, start) - start, min(one.stop, stop) - start, one.ranks)
+        for one in held
+        if one.start < stop and start < one.stop
+    )
 
 
 class TensorSource(Protocol):
@@ -141,8 +252,23 @@ def shapes_of(source: TensorSource) -> dict[str, tuple[int, ...]]:
     return {name: meta.shape for name, meta in source.metas.items()}
 
 
+def is_sharded(source: TensorSource) -> bool:
+    """Whether any of the tensors lies in shards in the processes of a job."""
+    return any(source.rows(name).shards is not None for name in source.metas)
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether it is torch's tensor of which each process of a job holds a part."""
+    # Nobody has one who has not imported it, which takes long.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 class StateDictSource:
-    """A state dict in memory, as a source. Its tensors are handed out as they are."""
+    """A state dict in memory, as a source. Its tensors are handed out as they are.
+
+    Those of which each process of a job has a part (``DTensor``) are known by their whole shape.
+    """
 
     def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
         self._state_dict = state_dict
@@ -151,10 +277,17 @@ class StateDictSource:
         }
 
     def read(self, name: str) -> Tensor:
-        return self._state_dict[name].detach()
+        tensor = self._state_dict[name].detach()
+        return self.rows(name).read_all() if is_dtensor(tensor) else tensor
 
     def rows(self, name: str) -> Rows:
-        return Rows.of(self.read(name))
+        tensor = self._state_dict[name].detach()
+        if is_dtensor(tensor):
+            # Imported here: it is made of what is in this module.
+            from checkpointing.mapping.dtensors import rows_of_dtensor
+
+            return rows_of_dtensor(tensor, name)
+        return Rows.of(tensor)
 
 
 def as_source(state_dict: "Mapping[str, Tensor] | TensorSource") -> TensorSource:

@@ -11,16 +11,18 @@ from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.tensors import Rows, TensorMeta, TensorSource, meta_of
 from checkpointing.storage.digest import Digest, FileDigest, Part, checksum_of
 from checkpointing.storage.tensor_bytes import tensor_bytes
-from checkpointing.storage.threads import Check, run, thread_count
-from checkpointing.storage.write_behind import WINDOW, WriteBehind, drop_from_cache
+from checkpointing.storage.threads import Check, run
+from checkpointing.storage.write_behind import WINDOW, Follower, WriteBehind, drop_from_cache
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were just written."""
 
 # What one thread writes from one place on: large tensors in ranges, small ones together. Of a
-# small file it is less, so that all threads have something to do.
+# small file it is less, so that all threads have something to do. It does not depend on their
+# number, so that the same file has the same parts on every machine.
 _RANGE = 64 << 20
-_LEAST_RANGE = 4 << 20
+_SHARES = 16
+LEAST_RANGE = 4 << 20
 # What is computed, digested and written while it is in the processor's cache.
 _BLOCK = 1 << 20
 
@@ -33,23 +35,43 @@ class PlacedTensor:
     meta: TensorMeta
     offset: int
 
+    @property
+    def row_count(self) -> int:
+        """Length of its first dimension; 1 for a scalar."""
+        return self.meta.shape[0] if self.meta.shape else 1
+
+    @property
+    def all_rows(self) -> "PlacedRows":
+        """The whole tensor."""
+        return PlacedRows(self, 0, self.row_count)
+
 
 @dataclass(frozen=True)
-class _Range:
+class PlacedRows:
     """Rows of a placed tensor."""
 
     tensor: PlacedTensor
     start: int
     stop: int
-    row_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return self.tensor.meta.nbytes // max(self.tensor.row_count, 1)
 
     @property
     def offset(self) -> int:
+        """Where in the file they begin."""
         return self.tensor.offset + self.start * self.row_bytes
 
     @property
     def nbytes(self) -> int:
+        """Size of the rows."""
         return (self.stop - self.start) * self.row_bytes
+
+
+Written = tuple[int, Part, int]
+"""What was written: its offset, its digest, and its checksum of another kind, or 0."""
 
 
 class NewFile:
@@ -57,12 +79,14 @@ class NewFile:
 
     Args:
         path: of the file, which is made or emptied.
+        mode: flags of ``os.open``, if another process makes the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = os.O_CREAT | os.O_TRUNC) -> None:
         self.path = path
         self._parts: list[tuple[int, Part]] = []
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | mode, 0o666)
+        self._behind = WriteBehind(self._descriptor)
 
     def set_size(self, size: int) -> None:
         """Makes the file as long as it will be, so that threads need not wait for each other."""
@@ -82,7 +106,7 @@ class NewFile:
     def _write_part(
         self, offset: int, view: memoryview, tensor: str, check: Check
     ) -> list[tuple[int, Part]]:
-        behind = WriteBehind(self._descriptor, offset)
+        behind = Follower(self._behind, offset)
         for start in range(0, len(view), _BLOCK):
             check()
             self._write_at(offset + start, view[start : start + _BLOCK], behind)
@@ -107,27 +131,33 @@ class NewFile:
             If ``crc`` is given: for each tensor that of each of its ranges in order, from zero,
             and the number of bytes.
         """
-        jobs = [
-            partial(self._write_ranges, ranges, source, progress, crc)
-            for ranges in _jobs(tensors, source)
-        ]
-        crcs: dict[str, list[tuple[int, int]]] = {}
-        for written in run(jobs):
-            for offset, part, value in written:
-                self._parts.append((offset, part))
-                crcs.setdefault(part.tensor, []).append((value, part.size))
-        return crcs
+        written = self._write_rows([one.all_rows for one in tensors], source, progress, crc)
+        return crcs_of(written)
 
-    def _write_ranges(
+    def _write_rows(
         self,
-        ranges: Sequence[_Range],
+        ranges: Sequence[PlacedRows],
+        source: TensorSource,
+        progress: Progress,
+        crc: Callable[[memoryview, int], int] | None,
+    ) -> list[Written]:
+        jobs = [
+            partial(self._write_job, some, source, progress, crc) for some in _jobs(ranges, source)
+        ]
+        written = [one for job in run(jobs) for one in job]
+        self._parts += [(offset, part) for offset, part, _ in written]
+        return written
+
+    def _write_job(
+        self,
+        ranges: Sequence[PlacedRows],
         source: TensorSource,
         progress: Progress,
         crc: Callable[[memoryview, int], int] | None,
         check: Check,
-    ) -> list[tuple[int, Part, int]]:
+    ) -> list[Written]:
         written = []
-        behind = WriteBehind(self._descriptor, ranges[0].offset)
+        behind = Follower(self._behind, ranges[0].offset)
         for one in ranges:
             digest, value, offset = Digest(), 0, one.offset
             for data in _blocks(one, source.rows(one.tensor.name)):
@@ -141,7 +171,7 @@ class NewFile:
             written.append((one.offset, part, value))
         return written
 
-    def _write_at(self, offset: int, data: memoryview, behind: WriteBehind) -> None:
+    def _write_at(self, offset: int, data: memoryview, behind: Follower) -> None:
         with self._named_errors():
             while data:
                 count = os.pwrite(self._descriptor, data, offset)
@@ -157,8 +187,8 @@ class NewFile:
         Raises:
             RuntimeError: if the parts leave a gap, or overlap; a fault of the program.
         """
+        self._sync()
         with self._named_errors():
-            os.fsync(self._descriptor)
             size = os.fstat(self._descriptor).st_size
         self._parts.sort(key=lambda placed: (placed[0], placed[1].size))
         end = 0
@@ -171,6 +201,10 @@ class NewFile:
         if end > WINDOW:
             drop_from_cache(self._descriptor)
         return FileDigest(tuple(part for _, part in self._parts))
+
+    def _sync(self) -> None:
+        with self._named_errors():
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Closes the file, finished or not."""
@@ -197,14 +231,22 @@ def new_file(path: Path) -> Iterator[NewFile]:
         file.close()
 
 
-def _jobs(tensors: Sequence[PlacedTensor], source: TensorSource) -> Iterator[list[_Range]]:
+def crcs_of(written: Sequence[Written]) -> dict[str, list[tuple[int, int]]]:
+    """Of each tensor the checksum and size of each of its ranges, which are given in order."""
+    crcs: dict[str, list[tuple[int, int]]] = {}
+    for _, part, value in written:
+        crcs.setdefault(part.tensor, []).append((value, part.size))
+    return crcs
+
+
+def _jobs(ranges: Sequence[PlacedRows], source: TensorSource) -> Iterator[list[PlacedRows]]:
     """What one thread writes at a time, in the order of the file."""
-    share = sum(tensor.meta.nbytes for tensor in tensors) // (2 * thread_count())
-    most = min(max(share, _LEAST_RANGE), _RANGE)
-    together: list[_Range] = []
+    share = sum(one.nbytes for one in ranges) // _SHARES
+    most = min(max(share, LEAST_RANGE), _RANGE)
+    together: list[PlacedRows] = []
     nbytes = 0
-    for tensor in tensors:
-        for one in _ranges(tensor, source.rows(tensor.name), most):
+    for large in ranges:
+        for one in _in_parts(large, source.rows(large.tensor.name), most):
             if together and nbytes + one.nbytes > most:
                 yield together
                 together, nbytes = [], 0
@@ -214,17 +256,16 @@ def _jobs(tensors: Sequence[PlacedTensor], source: TensorSource) -> Iterator[lis
         yield together
 
 
-def _ranges(tensor: PlacedTensor, rows: Rows, most: int) -> Iterator[_Range]:
-    count = tensor.meta.shape[0] if tensor.meta.shape else 1
-    if rows.count != count:
+def _in_parts(large: PlacedRows, rows: Rows, most: int) -> Iterator[PlacedRows]:
+    tensor = large.tensor
+    if rows.count != tensor.row_count:
         raise _mismatch(tensor.name, f"{rows.count} rows", tensor.meta)
-    row_bytes = tensor.meta.nbytes // max(count, 1)
-    step = max(most // max(row_bytes, 1) // rows.unit, 1) * rows.unit
-    for start in range(0, max(count, 1), step):
-        yield _Range(tensor, start, min(start + step, count), row_bytes)
+    step = max(most // max(large.row_bytes, 1) // rows.unit, 1) * rows.unit
+    for start in range(large.start, max(large.stop, large.start + 1), step):
+        yield PlacedRows(tensor, start, min(start + step, large.stop))
 
 
-def _blocks(one: _Range, rows: Rows) -> Iterator[memoryview]:
+def _blocks(one: PlacedRows, rows: Rows) -> Iterator[memoryview]:
     """The data of a range, a few rows at a time."""
     step = max(_BLOCK // max(one.row_bytes, 1) // rows.unit, 1) * rows.unit
     for start in range(one.start, one.stop, step):

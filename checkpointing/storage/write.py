@@ -10,7 +10,7 @@ import torch
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
 from checkpointing.storage.new_file import NewFile, PlacedTensor, Progress
-from checkpointing.storage.read import SAFETENSORS_DTYPES
+from checkpointing.storage.safetensors_header import SAFETENSORS_DTYPES
 from checkpointing.storage.tensor_bytes import named_tensors
 from checkpointing.storage.torch_archive import TorchArchive
 

@@ -6,11 +6,16 @@ Otherwise a large file gathers in memory until it is synced, and the disk idles 
 import ctypes
 import errno
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from threading import Lock
 
-WINDOW = 32 << 20
+# What is sent at a time, and how many of these may be under way. Dropped pages are taken again for
+# what is written next, while new ones would have to be cleared first.
+WINDOW = 8 << 20
+_UNDER_WAY = 8
 # linux/fs.h
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 # What it answers where there is no such call.
@@ -26,30 +31,48 @@ def _sync_file_range() -> Callable[..., int] | None:
 
 
 class WriteBehind:
-    """Follows a thread that writes a file from one place on.
+    """Sends a file that several threads write.
 
     These are hints: a system that has them not, or refuses them, writes back when it is synced.
-
-    Raises:
-        OSError: if the disk has refused what was written. The system says so once, here or when
-            the file is synced.
     """
 
-    def __init__(self, descriptor: int, start: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._under_way: deque[tuple[int, int]] = deque()
+        self._lock = Lock()
+
+    def send(self, start: int, size: int) -> None:
+        """Sends a range, and waits for the oldest one if too many are under way.
+
+        Raises:
+            OSError: if the disk has refused what was written. The system says so once, here or
+                when the file is synced.
+        """
+        _sync(self._descriptor, start, size, _WRITE)
+        with self._lock:
+            self._under_way.append((start, size))
+            oldest = self._under_way.popleft() if len(self._under_way) > _UNDER_WAY else None
+        if oldest is not None:
+            _sync(self._descriptor, *oldest, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            drop_from_cache(self._descriptor, *oldest)
+
+
+class Follower:
+    """Follows a thread that writes from one place of a file on."""
+
+    def __init__(self, behind: WriteBehind, start: int) -> None:
+        self._behind = behind
         self._start = start
-        self._before: tuple[int, int] | None = None
 
     def wrote_to(self, end: int) -> None:
-        """All is written up to here."""
-        if end - self._start < WINDOW:
-            return
-        _sync(self._descriptor, self._start, end - self._start, _WRITE)
-        if self._before is not None:
-            _sync(self._descriptor, *self._before, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            drop_from_cache(self._descriptor, *self._before)
-        self._before = (self._start, end - self._start)
-        self._start = end
+        """All is written up to here.
+
+        Raises:
+            OSError: if the disk has refused what was written.
+        """
+        if end - self._start >= WINDOW:
+            self._behind.send(self._start, end - self._start)
+            self._start = end
 
 
 def _sync(descriptor: int, start: int, size: int, flags: int) -> None:

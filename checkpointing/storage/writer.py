@@ -44,11 +44,16 @@ class CheckpointWriter:
             source: the tensors.
             names: which of them; all if not given.
         """
-        write: Callable[..., None] = (
-            write_safetensors if name.endswith(".safetensors") else write_torch_file
-        )
         with self._opened(name) as file:
-            write(file, source, list(source.metas) if names is None else names, self._progress)
+            self._write_tensors(file, source, names)
+
+    def _write_tensors(
+        self, file: NewFile, source: TensorSource, names: Sequence[str] | None
+    ) -> None:
+        write: Callable[..., None] = (
+            write_safetensors if file.path.suffix == ".safetensors" else write_torch_file
+        )
+        write(file, source, list(source.metas) if names is None else names, self._progress)
 
     def torch_object(self, name: str, content: object) -> None:
         """Writes plain data and tensors with ``torch.save``."""

@@ -82,6 +82,7 @@ def _fresh() -> Scenario:
 
 _EVERY_2 = "save_every_n_steps=2"
 _CONVERT = ("convert", f"{INPUTS}/hf", f"{OUT}/model", "--overwrite", "--to")
+_SMALL_FILES = ("--max-shard-size", "40kB")
 _MERGE = ("merge", f"{INPUTS}/hf", f"{INPUTS}/trained/{{}}", f"{OUT}/model", "--overwrite")
 _EARLIER, _LATER = ([part.format(name) for part in _MERGE] for name in ("step_2", "epoch_0"))
 
@@ -110,6 +111,11 @@ SCENARIOS = {
         saves=("step_2",),
     ),
     "convert": Scenario((*_CONVERT, "meta"), (*_CONVERT, "meta"), before=((*_CONVERT, "tune"),)),
+    "convert into several files": Scenario(
+        (*_CONVERT, "tune", *_SMALL_FILES),
+        (*_CONVERT, "tune", *_SMALL_FILES),
+        before=((*_CONVERT, "meta"),),
+    ),
     "merge": Scenario(tuple(_LATER), tuple(_LATER), before=(tuple(_EARLIER),)),
 }
 
