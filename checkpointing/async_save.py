@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from checkpointing.adapters.lora import MergedStateDict
+from checkpointing.errors import ConfigError
 from checkpointing.full_model import FullModelCheckpointer
+from checkpointing.mapping.tensors import as_source, is_sharded
 from checkpointing.save_plan import ADAPTER_KEY, MODEL_KEY, SaveTimes, directory_name
 from checkpointing.storage.threads import yield_to_training
 
@@ -52,7 +54,16 @@ class AsyncCheckpointer:
             self.wait()
 
     def check_save(self, state_dict: Mapping[str, Any], adapter_only: bool = False) -> None:
-        """As the checkpointer's method; also makes the buffers, so that no save has to."""
+        """As the checkpointer's method; also makes the buffers, so that no save has to.
+
+        Raises:
+            ConfigError: also if the model is sharded, of which no copy is saved in the background.
+        """
+        if is_sharded(as_source(state_dict.get(MODEL_KEY, {}))):
+            raise ConfigError(
+                "a model in shards cannot be saved in the background yet; save it without "
+                "AsyncCheckpointer (enable_async_checkpointing: false)"
+            )
         self._checkpointer.check_save(state_dict, adapter_only)
         self._snapshot(state_dict, adapter_only)
         self._is_checked = True
@@ -115,7 +126,7 @@ class AsyncCheckpointer:
 
     def _write(self, state_dict: Mapping[str, Any], **arguments: Any) -> float:
         started = time.perf_counter()
-        self._checkpointer.save_checkpoint(state_dict, **arguments, show_progress=False)
+        self._checkpointer.save_checkpoint(state_dict, **{**arguments, "show_progress": False})
         return time.perf_counter() - started
 
     def _snapshot(self, state_dict: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class MeasuredMerge(MergedStateDict):
 
 
 # A row has thousands of elements, so that these tell the shares of a model to three digits.
-_SAMPLED, _MANY_ROWS = 8, 64
+_SAMPLED, _MANY_ROWS = 32, 64
 
 
 def _sums(measured: Sequence[tuple[str, Survival]]) -> dict[str, Survival]:

@@ -12,7 +12,7 @@ from checkpointing.mapping.tensors import Rows, TensorMeta, TensorSource, meta_o
 from checkpointing.storage.digest import Digest, FileDigest, Part, checksum_of
 from checkpointing.storage.tensor_bytes import tensor_bytes
 from checkpointing.storage.threads import Check, run
-from checkpointing.storage.write_behind import WINDOW, Follower, WriteBehind, drop_from_cache
+from checkpointing.storage.write_behind import Follower, WriteBehind
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were just written."""
@@ -179,7 +179,7 @@ class NewFile:
             behind.wrote_to(offset)
 
     def finish(self) -> FileDigest:
-        """Syncs the file to the disk.
+        """Checks that all of the file is written.
 
         Returns:
             What it holds. Parts of what is around tensors are not joined.
@@ -187,7 +187,6 @@ class NewFile:
         Raises:
             RuntimeError: if the parts leave a gap, or overlap; a fault of the program.
         """
-        self._sync()
         with self._named_errors():
             size = os.fstat(self._descriptor).st_size
         self._parts.sort(key=lambda placed: (placed[0], placed[1].size))
@@ -198,11 +197,10 @@ class NewFile:
             end += part.size
         if end != size:
             raise RuntimeError(f"{self.path}: has {size} bytes, but {end} are written")
-        if end > WINDOW:
-            drop_from_cache(self._descriptor)
         return FileDigest(tuple(part for _, part in self._parts))
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Waits until what was written is on the disk."""
         with self._named_errors():
             os.fsync(self._descriptor)
 

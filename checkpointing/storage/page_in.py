@@ -9,17 +9,48 @@ import errno
 import mmap
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
 from checkpointing.errors import CorruptCheckpointError
+from checkpointing.mapping.tensors import Rows
 
-# linux/mman.h, from Linux 5.14 on: a private map is not copied by it.
-_POPULATE_READ = 22
+# linux/mman.h, from Linux 5.14 and 5.4 on: a private map is not copied by the first.
+_POPULATE_READ, _COLD = 22, 20
 # As much as is asked for at a time: in between, other threads can change the process's maps.
 _WINDOW = 8 << 20
+# What is read to be used at once.
+_FEW = 16 << 20
+
+
+def mapped_rows(tensor: Tensor, name: str) -> Rows:
+    """The rows of a tensor that views a memory map, for those who read them once and in order.
+
+    A few rows are brought in when they are read, and are then the first that the system gives up
+    when it needs memory. Who takes many at once gets a view that is brought in when it is used.
+
+    Args:
+        tensor: whose elements lie beside each other.
+        name: of the tensor, for errors.
+    """
+    if not tensor.dim():
+        return Rows.of(tensor)
+    before: list[Tensor] = []
+
+    def read(start: int, stop: int) -> Tensor:
+        rows = tensor[start:stop]
+        if rows.nbytes > _FEW:
+            return rows
+        page_in(rows, name)
+        if before:
+            _advise(before.pop(), _COLD)
+        before.append(rows)
+        return rows
+
+    return replace(Rows.of(tensor), read=read)
 
 
 def page_in(tensor: Tensor, name: str) -> None:
@@ -33,21 +64,25 @@ def page_in(tensor: Tensor, name: str) -> None:
         CorruptCheckpointError: if the file became shorter, or the disk cannot read it. Who touched
             such memory would be killed.
     """
+    if _advise(tensor, _POPULATE_READ) == errno.EFAULT:
+        raise CorruptCheckpointError(
+            f"{name}: its file cannot be read to the end any more; it was cut off while it was "
+            "open, or the disk fails: get the checkpoint anew"
+        )
+
+
+def _advise(tensor: Tensor, advice: int) -> int:
+    """Advises the system on the pages of a tensor; why it refused to listen, or 0."""
     madvise = _madvise()
     if madvise is None or not (tensor.is_cpu and tensor.nbytes and tensor.is_contiguous()):
-        return
+        return 0
     begin = tensor.data_ptr()
     end = begin + tensor.nbytes
     begin -= begin % mmap.PAGESIZE
     for start in range(begin, end, _WINDOW):
-        if madvise(start, min(_WINDOW, end - start), _POPULATE_READ) == 0:
-            continue
-        if ctypes.get_errno() == errno.EFAULT:
-            raise CorruptCheckpointError(
-                f"{name}: its file cannot be read to the end any more; it was cut off while it was "
-                "open, or the disk fails: get the checkpoint anew"
-            )
-        return
+        if madvise(start, min(_WINDOW, end - start), advice) != 0:
+            return ctypes.get_errno()
+    return 0
 
 
 @cache

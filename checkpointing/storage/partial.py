@@ -139,7 +139,7 @@ class PartialDirectory:
         written = self.path / f"{_LIST}.new"
         with new_file(written) as file:
             file.write(0, json.dumps(content).encode())
-            file.finish()
+            file.sync()
         written.rename(self.path / _LIST)
         sync(self.path)
 
@@ -178,6 +178,7 @@ class _Writer(CheckpointWriter):
             self._digests[name] = finished.digest
             return
         super().tensors(name, source, names)
+        sync(self.directory / name)
         self._partial.finish(name, self._digests[name])
 
 

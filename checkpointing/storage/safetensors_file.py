@@ -20,6 +20,7 @@ from checkpointing.errors import (
     OutOfMemoryError,
 )
 from checkpointing.mapping.tensors import Rows
+from checkpointing.storage.page_in import mapped_rows
 from checkpointing.storage.safetensors_header import (
     DTYPE_BY_NAME,
     UnsupportedDtypeError,
@@ -83,7 +84,7 @@ class SafetensorsSource:
         return tensor.set_(storage).reshape(meta.shape)
 
     def rows(self, name: str) -> Rows:
-        return Rows.of(self.read(name))
+        return mapped_rows(self.read(name), name)
 
 
 def _mapped(path: Path, size: int) -> torch.UntypedStorage:
@@ -98,8 +99,8 @@ def unreadable(path: Path, error: Exception) -> CheckpointingError:
     reason = (str(error).strip() or type(error).__name__).split("\n")[0]
     if os.strerror(errno.ENOMEM) in reason:
         return OutOfMemoryError(
-            f"{path} ({path.stat().st_size} bytes): cannot be mapped ({reason}); raise the limit on "
-            "the process's memory (`ulimit -d` or `ulimit -v`), which counts mapped files too"
+            f"{path} ({path.stat().st_size} bytes): cannot be mapped ({reason}); raise the limit "
+            "on memory (`ulimit -d` or `ulimit -v`), which counts mapped files too"
         )
     return CorruptCheckpointError(
         f"{path} ({path.stat().st_size} bytes): cannot be read ({reason}); "

@@ -86,7 +86,7 @@ class SharedFile(NewFile):
 
     def finish(self) -> FileDigest:
         """As of any file; nothing is told but to the first process."""
-        self._attempt(self._sync)
+        self._attempt(self.sync)
         self._raise_together()
         parts = [part for ranks in self._ranks.exchange(self._parts) for part in ranks]
         if not self._ranks.is_first:

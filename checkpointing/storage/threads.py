@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import cache
 from threading import Barrier, BrokenBarrierError, Event
 from typing import TypeVar
 
@@ -17,7 +18,9 @@ _Result = TypeVar("_Result")
 THREADS_VARIABLE = "TUNEPOINT_THREADS"
 # A thread of it gets a thirtieth of a core that another one needs.
 _LOW_PRIORITY = 15
-# More would hardly make a disk faster.
+_KEPT = 16 << 20
+# One more than cores, since each waits for the disk at times. Still more would hardly make a disk
+# faster.
 _MOST = 8
 
 
@@ -26,14 +29,14 @@ class Cancelled(Exception):
 
 
 def thread_count() -> int:
-    """Number of threads: one for each core up to eight, or what ``TUNEPOINT_THREADS`` says.
+    """Number of threads: one more than cores up to eight, or what ``TUNEPOINT_THREADS`` says.
 
     Raises:
         ConfigError: if it is no number from 1 on.
     """
     told = os.environ.get(THREADS_VARIABLE)
     if told is None:
-        return min(_MOST, _cores())
+        return min(_MOST, _cores() + 1)
     if not told.isdecimal() or int(told) < 1:
         raise ConfigError(f"{THREADS_VARIABLE}: {told!r} is no number of threads, give 1 or more")
     return int(told)
@@ -68,6 +71,7 @@ def run(jobs: Sequence[Callable[[Check], _Result]]) -> list[_Result]:
             stopped.set()
             raise
 
+    _keep_what_is_freed()
     threads = torch.get_num_threads()
     started = Barrier(count + 1)
     with ThreadPoolExecutor(count, "move", _compute_on_one_thread, (started,)) as pool:
@@ -85,6 +89,17 @@ def run(jobs: Sequence[Callable[[Check], _Result]]) -> list[_Result]:
     if any(errors):
         raise _first_cause(errors)
     return [future.result() for future in futures]
+
+
+@cache
+def _keep_what_is_freed() -> None:
+    """Makes glibc keep blocks of some MiB when they are freed, rather than give them back.
+
+    Given back, a block must be cleared by the system each time that it is taken again, which costs
+    more than what is done in it. Having freed a larger one once is what tells glibc
+    (``mallopt(3)``, M_MMAP_THRESHOLD); it is never touched, so that it takes no memory.
+    """
+    torch.empty(_KEPT, dtype=torch.uint8)
 
 
 def _cores() -> int:
