@@ -108,7 +108,11 @@ def _what_it_holds(directory: Path) -> str:
             if merged.is_dir()
             else " but an adapter; merge it with `tune merge`"
         )
-    inner = [path.name for path in sorted(directory.iterdir()) if (path / "manifest.json").exists()]
+    inner = [
+        path.name
+        for path in sorted(directory.iterdir())
+        if (path / "manifest.json").exists() and not path.name.startswith(".")
+    ]
     if inner:
         return f" itself, but checkpoints: {', '.join(inner)}; name one of them"
     return (

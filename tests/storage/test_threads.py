@@ -186,16 +186,16 @@ def test_a_wrong_number_of_threads_is_an_error_that_says_which(monkeypatch, told
         run([fail, fail])
 
 
-def test_the_number_of_threads_is_that_of_the_cores_and_at_most_eight(monkeypatch):
+def test_there_is_a_thread_more_than_cores_and_at_most_eight(monkeypatch):
     monkeypatch.delenv(THREADS_VARIABLE, raising=False)
-    assert thread_count() == min(8, len(os.sched_getaffinity(0)))
+    assert thread_count() == min(8, len(os.sched_getaffinity(0)) + 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(40)))
     assert thread_count() == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 6})
-    assert thread_count() == 3
+    assert thread_count() == 4
     # As on macOS.
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert thread_count() == 6
+    assert thread_count() == 7
     monkeypatch.setenv(THREADS_VARIABLE, "11")
     assert thread_count() == 11
