@@ -246,6 +246,14 @@ def start(c: Checkpoints) -> Group:
     )
 
 
+def sharded(c: Checkpoints) -> Group:
+    """To the disk, of a model that two processes hold together."""
+    ours = task("sharded_jobs", "save", base=c.base, out=c.out("ours"))
+    dcp = task("sharded_jobs", "save_dcp", base=c.base, out=c.out("dcp"))
+    row = Row("save HF from 2 ranks", Figure(ours), (_against("DCP, consolidating", dcp, 10),))
+    return Group(rows=(row,))
+
+
 def limits(c: Checkpoints) -> Group:
     """Jobs that build no model, in little memory."""
     out = c.out("limited")
@@ -293,6 +301,7 @@ GROUPS = {
     "adapter": adapter,
     "verify": verify,
     "start": start,
+    "sharded": sharded,
     "limits": limits,
     "growth": growth,
 }

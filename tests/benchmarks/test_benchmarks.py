@@ -60,6 +60,7 @@ ROWS = {
     "adapter": ["save adapter alone", "save adapter in background, blocked"],
     "verify": ["verify, warm", "verify"],
     "start": ["import checkpointing", "import of its classes"],
+    "sharded": ["save HF from 2 ranks"],
     "limits": ["merge HF", "convert hf -> meta", "convert hf -> tune", "convert meta -> hf"],
     "growth": ["load", "save HF", "convert hf -> meta", "merge HF"],
 }
