@@ -43,6 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gb", type=float, default=2.47, help="size of the model in GB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=4, help="seconds before each job")
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     parser.add_argument("--only", help=f"some of {','.join(GROUPS)}")
     parser.add_argument(
@@ -65,7 +66,14 @@ def main() -> int:
             say(f"== {name}")
             try:
                 group = among(GROUPS[name](checkpoints), absent)
-                results = measure(group, arguments.rounds, pythons, checkpoints.out(""), say)
+                results = measure(
+                    group,
+                    arguments.rounds,
+                    arguments.pause,
+                    pythons,
+                    checkpoints.out(""),
+                    say,
+                )
                 text = report(group, results)
             except (JobError, CheckpointingError) as error:
                 say(str(error))

@@ -32,27 +32,35 @@ class Results:
 
 
 def measure(
-    group: Group, rounds: int, pythons: Mapping[str, Path], outputs: Path, say: Say
+    group: Group,
+    rounds: int,
+    pause: float,
+    pythons: Mapping[str, Path],
+    outputs: Path,
+    say: Say,
 ) -> Results:
     """Runs every job once in each round, then what is taken once.
 
     Args:
         group: what to run.
         rounds: how often.
+        pause: seconds before each job.
         pythons: interpreters of the sides that have one of their own.
         outputs: removed afterwards.
         say: told what is going on.
     """
     try:
-        return _measure(group, rounds, pythons, say)
+        return _measure(group, rounds, pause, pythons, say)
     finally:
         shutil.rmtree(outputs, ignore_errors=True)
 
 
-def _measure(group: Group, rounds: int, pythons: Mapping[str, Path], say: Say) -> Results:
+def _measure(
+    group: Group, rounds: int, pause: float, pythons: Mapping[str, Path], say: Say
+) -> Results:
     results = Results()
     tasks = _timed_tasks(group)
-    with Processes(pythons) as processes:
+    with Processes(pythons, pause) as processes:
         for number in range(rounds + group.extra_rounds if tasks else 0):
             for task in tasks:
                 figures = processes.run(task)

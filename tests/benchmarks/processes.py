@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,9 +42,10 @@ class Process(AbstractContextManager["Process"]):
         )
         self._answer()
 
-    def run(self, task: Task) -> dict[str, float]:
-        """Prepares and runs a job; returns its figures."""
+    def run(self, task: Task, pause: float = 0) -> dict[str, float]:
+        """Prepares a job and runs it after a pause in seconds; returns its figures."""
         self._call("prepare", job=task.job, arguments=task.arguments)
+        time.sleep(pause)
         return self._call("run")
 
     def memory_of(self, task: Task) -> Memory:
@@ -79,17 +81,19 @@ class Processes(AbstractContextManager["Processes"]):
 
     Args:
         pythons: interpreter of each side that doesn't share this one.
+        pause: seconds before each job.
     """
 
-    def __init__(self, pythons: Mapping[str, Path]) -> None:
+    def __init__(self, pythons: Mapping[str, Path], pause: float = 0) -> None:
         self._pythons = pythons
+        self._pause = pause
         self._started: dict[str, Process] = {}
 
     def run(self, task: Task) -> dict[str, float]:
         """Runs a job in its side's process."""
         if task.side not in self._started:
             self._started[task.side] = self.fresh(task.side)
-        return self._started[task.side].run(task)
+        return self._started[task.side].run(task, self._pause)
 
     def fresh(self, side: str, before: Callable[[], None] | None = None) -> Process:
         """Another process of a side."""

@@ -20,7 +20,18 @@ _ALLOCATE = "input(); block = bytearray(50 << 20); del block; print(flush=True);
 
 @pytest.mark.slow
 def test_every_row_is_there(tmp_path):
-    options = ["--gb", "0.02", "--rounds", "1", "--peers", "", "--directory", tmp_path]
+    options = [
+        "--gb",
+        "0.02",
+        "--rounds",
+        "1",
+        "--pause",
+        "0",
+        "--peers",
+        "",
+        "--directory",
+        tmp_path,
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks", *options],
         cwd=ROOT,
