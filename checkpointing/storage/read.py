@@ -17,6 +17,7 @@ from checkpointing.errors import (
     CorruptCheckpointError,
 )
 from checkpointing.mapping.tensors import Rows, StateDictSource, TensorMeta, TensorSource
+from checkpointing.storage.page_in import mapped_rows
 from checkpointing.storage.paths import refuse_link_outside
 from checkpointing.storage.safetensors_file import (
     SafetensorsSource,
@@ -94,7 +95,14 @@ def open_tensor_file(path: Path) -> TensorSource:
     for name, tensor in content.items():
         if tensor.dtype not in SAFETENSORS_DTYPES:
             raise unsupported_dtype(path, f"{name} has dtype {tensor.dtype}")
-    return StateDictSource(content)
+    return _TorchFileSource(content)
+
+
+class _TorchFileSource(StateDictSource):
+    """Tensors that view a memory map."""
+
+    def rows(self, name: str) -> Rows:
+        return mapped_rows(self.read(name), name)
 
 
 class FilesSource:
