@@ -5,7 +5,8 @@ whole model in the format of BASE or of --to. Each weight is computed in fp32 an
 BASE's dtype. After QLoRA, BASE is first rounded to NF4 in the dtype of the run, as it was in
 training. With W the base weight, U the adapter's update of it and M the merged weight as
 stored, the report says which share of the elements of W that U changes did change, how large M - W
-is beside U, and how large the rounding error M - W - U is beside U. A merge that was cut short goes
+is beside U, and how large the rounding error M - W - U is beside U; of large weights one row in
+32 is looked at. A merge that was cut short goes
 on when it is started again, from the weight files that it had finished.
 
 example:

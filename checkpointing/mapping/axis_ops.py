@@ -112,7 +112,7 @@ class TilesByAspectRatio(Recast):
 
     def to_foreign(self, tensor: Tensor, dims: Dims) -> Tensor:
         foreign = self._listed(tensor, dims)
-        if not _same_bits(self._placed(foreign, tensor.shape, dims), tensor):
+        if not same_bits(self._placed(foreign, tensor.shape, dims), tensor):
             raise NotRepresentableError(
                 "not zero for tiles that no image has, of which Hugging Face keeps nothing; set "
                 "them to zero"
@@ -123,7 +123,7 @@ class TilesByAspectRatio(Recast):
         tiles, width = getattr(dims, self.tiles), getattr(dims, self.width)
         tokens = tensor.shape[1] // tiles // width
         native = self._placed(tensor, (tiles, tiles, tokens, width), dims)
-        if not _same_bits(self._listed(native, dims), tensor):
+        if not same_bits(self._listed(native, dims), tensor):
             raise NotRepresentableError(
                 "the same tile has other values in images of other shapes, or there are values for "
                 "no image, of which the native layout keeps nothing"
@@ -150,6 +150,6 @@ class TilesByAspectRatio(Recast):
             yield number, rows, columns
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equality in which a zero is not minus zero, and a NaN is itself."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -3,9 +3,7 @@
 import logging
 from math import lcm
 
-import torch
-from torch import Tensor
-
+from checkpointing.mapping.axis_ops import same_bits
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.rules import Rule, Tied
 from checkpointing.mapping.tensors import Rows, TensorSource
@@ -77,12 +75,7 @@ def same_tensors(source: TensorSource, first: str, second: str) -> bool:
         one, other = a.read(start, stop), b.read(start, stop)
         if one.data_ptr() == other.data_ptr():
             return True  # views of the same memory
-        if not torch.equal(_bits(one), _bits(other)):
+        if not same_bits(one, other):
             return False
         start, block = stop, _BLOCK_BYTES
     return True
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    # A zero is not minus zero, and a NaN is itself.
-    return tensor.contiguous().flatten().view(torch.uint8)

@@ -38,16 +38,17 @@ def mapped_rows(tensor: Tensor, name: str) -> Rows:
     """
     if not tensor.dim():
         return Rows.of(tensor)
-    before: list[Tensor] = []
+    # Several threads may read ranges of one tensor: then it is told too early of some, no more.
+    before = tensor[:0]
 
     def read(start: int, stop: int) -> Tensor:
+        nonlocal before
         rows = tensor[start:stop]
         if rows.nbytes > _FEW:
             return rows
         page_in(rows, name)
-        if before:
-            _advise(before.pop(), _COLD)
-        before.append(rows)
+        last, before = before, rows
+        _advise(last, _COLD)
         return rows
 
     return replace(Rows.of(tensor), read=read)
