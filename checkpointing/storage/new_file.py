@@ -4,12 +4,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.tensors import Rows, TensorMeta, TensorSource, meta_of
 from checkpointing.storage.digest import Digest, FileDigest, Part, checksum_of
+from checkpointing.storage.preallocate import preallocate
 from checkpointing.storage.tensor_bytes import tensor_bytes
 from checkpointing.storage.threads import Check, run
 from checkpointing.storage.write_behind import Follower, WriteBehind
@@ -18,11 +19,12 @@ Progress = Callable[[int], object]
 """Called with the number of bytes that were just written."""
 
 # What one thread writes from one place on: large tensors in ranges, small ones together. Of a
-# small file it is less, so that all threads have something to do. It does not depend on their
-# number, so that the same file has the same parts on every machine.
+# small file it is less, so that all threads have something to do, unless starting them would take
+# longer. It does not depend on their number, so that the same file has the same parts on every
+# machine.
 _RANGE = 64 << 20
 _SHARES = 16
-LEAST_RANGE = 4 << 20
+LEAST_RANGE = 32 << 20
 # What is computed, digested and written while it is in the processor's cache.
 _BLOCK = 1 << 20
 
@@ -35,10 +37,15 @@ class PlacedTensor:
     meta: TensorMeta
     offset: int
 
-    @property
+    @cached_property
     def row_count(self) -> int:
         """Length of its first dimension; 1 for a scalar."""
         return self.meta.shape[0] if self.meta.shape else 1
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return self.meta.nbytes // max(self.row_count, 1)
 
     @property
     def all_rows(self) -> "PlacedRows":
@@ -55,19 +62,14 @@ class PlacedRows:
     stop: int
 
     @property
-    def row_bytes(self) -> int:
-        """Size of a row."""
-        return self.tensor.meta.nbytes // max(self.tensor.row_count, 1)
-
-    @property
     def offset(self) -> int:
         """Where in the file they begin."""
-        return self.tensor.offset + self.start * self.row_bytes
+        return self.tensor.offset + self.start * self.tensor.row_bytes
 
     @property
     def nbytes(self) -> int:
         """Size of the rows."""
-        return (self.stop - self.start) * self.row_bytes
+        return (self.stop - self.start) * self.tensor.row_bytes
 
 
 Written = tuple[int, Part, int]
@@ -89,9 +91,14 @@ class NewFile:
         self._behind = WriteBehind(self._descriptor)
 
     def set_size(self, size: int) -> None:
-        """Makes the file as long as it will be, so that threads need not wait for each other."""
+        """Makes the file as long as it will be, so that threads need not wait for each other.
+
+        Raises:
+            OSError: if there is no room for it.
+        """
         with self._named_errors():
             os.ftruncate(self._descriptor, size)
+            preallocate(self._descriptor, size)
 
     def write(self, offset: int, data: bytes | memoryview, tensor: str = "") -> None:
         """Writes a part; a large one by several threads, in parts."""
@@ -110,6 +117,7 @@ class NewFile:
         for start in range(0, len(view), _BLOCK):
             check()
             self._write_at(offset + start, view[start : start + _BLOCK], behind)
+        self._send_rest(behind)
         return [(offset, Part(len(view), checksum_of([view]), tensor))]
 
     def write_tensors(
@@ -169,6 +177,7 @@ class NewFile:
                 progress(len(data))
             part = Part(one.nbytes, digest.checksum(), one.tensor.name)
             written.append((one.offset, part, value))
+        self._send_rest(behind)
         return written
 
     def _write_at(self, offset: int, data: memoryview, behind: Follower) -> None:
@@ -177,6 +186,10 @@ class NewFile:
                 count = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[count:], offset + count
             behind.wrote_to(offset)
+
+    def _send_rest(self, behind: Follower) -> None:
+        with self._named_errors():
+            behind.stop()
 
     def finish(self) -> FileDigest:
         """Checks that all of the file is written.
@@ -258,14 +271,14 @@ def _in_parts(large: PlacedRows, rows: Rows, most: int) -> Iterator[PlacedRows]:
     tensor = large.tensor
     if rows.count != tensor.row_count:
         raise _mismatch(tensor.name, f"{rows.count} rows", tensor.meta)
-    step = max(most // max(large.row_bytes, 1) // rows.unit, 1) * rows.unit
+    step = max(most // max(tensor.row_bytes, 1) // rows.unit, 1) * rows.unit
     for start in range(large.start, max(large.stop, large.start + 1), step):
         yield PlacedRows(tensor, start, min(start + step, large.stop))
 
 
 def _blocks(one: PlacedRows, rows: Rows) -> Iterator[memoryview]:
     """The data of a range, a few rows at a time."""
-    step = max(_BLOCK // max(one.row_bytes, 1) // rows.unit, 1) * rows.unit
+    step = max(_BLOCK // max(one.tensor.row_bytes, 1) // rows.unit, 1) * rows.unit
     for start in range(one.start, one.stop, step):
         stop = min(start + step, one.stop)
         tensor = rows.read(start, stop)

@@ -15,6 +15,7 @@ from threading import Lock
 # What is sent at a time, and how many of these may be under way. Dropped pages are taken again for
 # what is written next, while new ones would have to be cleared first.
 WINDOW = 8 << 20
+_LEAST = 1 << 20
 _UNDER_WAY = 8
 # linux/fs.h
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
@@ -62,7 +63,7 @@ class Follower:
 
     def __init__(self, behind: WriteBehind, start: int) -> None:
         self._behind = behind
-        self._start = start
+        self._start = self._end = start
 
     def wrote_to(self, end: int) -> None:
         """All is written up to here.
@@ -70,9 +71,22 @@ class Follower:
         Raises:
             OSError: if the disk has refused what was written.
         """
+        self._end = end
         if end - self._start >= WINDOW:
-            self._behind.send(self._start, end - self._start)
-            self._start = end
+            self._send()
+
+    def stop(self) -> None:
+        """The thread writes no more; a few small files are not worth asking for.
+
+        Raises:
+            OSError: if the disk has refused what was written.
+        """
+        if self._end - self._start >= _LEAST:
+            self._send()
+
+    def _send(self) -> None:
+        self._behind.send(self._start, self._end - self._start)
+        self._start = self._end
 
 
 def _sync(descriptor: int, start: int, size: int, flags: int) -> None:

@@ -91,8 +91,8 @@ def test_a_large_tensor_has_several_parts(tmp_path, name):
     content = memoryview((tmp_path / name).read_bytes())
     parts = parts_of(content, read_manifest(tmp_path)["files"][name]["xxh3_64"])
     sizes = [len(piece) for tensor, piece in parts if tensor == "large"]
-    # A sixteenth of the file's tensors, 140 560 012 bytes, has 35 000.003 rows.
-    assert sizes == [35_000 * 251] * 16
+    # 133 682 rows are 250 bytes less than 32 MiB.
+    assert sizes == [133_682 * 251] * 4 + [(rows - 4 * 133_682) * 251]
     expected = bytes(range(251)) * 1000
     start = content.obj.index(expected)
     assert all(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.tensors import LazyTensors, Rows, StateDictSource, TensorMeta, meta_of
-from checkpointing.storage import new_file, write, write_behind
+from checkpointing.storage import new_file, preallocate, write, write_behind
 from checkpointing.storage.digest import FileDigest
 from checkpointing.storage.new_file import PlacedTensor
 from checkpointing.storage.threads import THREADS_VARIABLE
@@ -405,6 +405,7 @@ def write_300_rows(file):
 @pytest.fixture
 def small_window(monkeypatch):
     monkeypatch.setattr(write_behind, "WINDOW", 1000)
+    monkeypatch.setattr(write_behind, "_LEAST", 100)
     monkeypatch.setattr(new_file, "_RANGE", 6000)
 
 
@@ -430,9 +431,47 @@ def test_a_system_without_the_hint_is_as_good(tmp_path, monkeypatch, small_windo
     sent = [(start, size) for start, size, flags in disk.calls if flags == 2]
     ends = [start + size for start, size in sent]
     assert all(start in (0, 6000, *ends) for start, _ in sent)
+    # A window is 26 rows of 40 bytes, so that the last of a range is smaller, and is sent too.
+    assert sum(size for _, size in sent) == 12_000
     assert {(start, size) for start, size, flags in disk.calls if flags != 2} < set(sent)
     monkeypatch.setattr(write_behind, "_sync_file_range", lambda: None)
     assert written(tmp_path / "t", write_300_rows)[0] == content
+
+
+class Allocator(Disk):
+    """Stands where the system's call was that takes room for a file."""
+
+    def __call__(self, descriptor, mode, start, size):
+        return super().__call__(descriptor, start, size, mode)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(preallocate, "_fallocate", lambda: Allocator(code))
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: pytest.fail("wrote"))
+    with pytest.raises(OSError, match=r"t\.pt") as raised:
+        written(tmp_path / "t.pt", write_300_rows)
+    assert raised.value.errno == code
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM])
+def test_a_file_system_that_takes_no_room_beforehand_is_as_good(tmp_path, monkeypatch, code):
+    allocator = Allocator(code)
+    monkeypatch.setattr(preallocate, "_fallocate", lambda: allocator)
+    assert written(tmp_path / "t", write_300_rows)[0] == bits(torch.arange(3000.0))
+    assert allocator.calls == [(0, 12_000, 0)]
+    monkeypatch.setattr(preallocate, "_fallocate", lambda: None)
+    assert written(tmp_path / "t", write_300_rows)[0] == bits(torch.arange(3000.0))
+
+
+def test_room_is_taken_before_the_first_byte(tmp_path):
+    with new_file.new_file(tmp_path / "t") as file:
+        file.set_size(5_000_003)
+        found = (tmp_path / "t").stat()
+    assert found.st_size == 5_000_003
+    if not found.st_blocks:
+        pytest.skip("this file system takes no room beforehand")
+    assert found.st_blocks * 512 >= 5_000_003
 
 
 def test_the_systems_own_hint_is_taken(tmp_path, small_window):
