@@ -173,7 +173,8 @@ def _read(measured: Any) -> list[tuple[str, Survival]]:
 def _survival(weight: Tensor, exact: Tensor, stored: Tensor) -> Survival:
     before = weight.to(exact.dtype)
     update = exact - before
-    kept = stored.to(exact.dtype).sub_(before)
+    # Not in place: of fp64 weights this is what is stored, and not a copy of it.
+    kept = stored.to(exact.dtype) - before
     updated, update_norm = int(torch.count_nonzero(update)), _squares(update)
     return Survival(
         updated=updated,

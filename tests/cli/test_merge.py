@@ -121,6 +121,35 @@ def test_what_survives_rounding_is_as_calculated_by_hand():
     assert survival.relative_update == pytest.approx((update / 11) ** 0.5, rel=1e-12)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("sampled", [1, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_measuring_changes_nothing_of_what_is_stored(dtype, sampled, use_dora):
+    """Of every dtype: what is computed in fp64 has the dtype of an fp64 weight."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(70, 13, generator=generator, dtype=torch.float64).to(dtype)
+    a = torch.randn(3, 13, generator=generator)
+    b = torch.randn(70, 3, generator=generator)
+    magnitude = 0.5 + torch.rand(70, generator=generator)
+    base, module = weight.clone(), "layers.0.attn.q_proj"
+    adapter = {f"{module}.lora_a.weight": a, f"{module}.lora_b.weight": b}
+    adapter |= {f"{module}.magnitude": magnitude} if use_dora else {}
+    config = AdapterConfig(r=3, alpha=4.0, target_modules=("q_proj",), use_dora=use_dora)
+    merged = MeasuredMerge(
+        StateDictSource({f"{module}.weight": weight}), StateDictSource(adapter), config, sampled
+    )
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = (b.to(wide) @ a.to(wide)) * (4 / 3) + base.to(wide)
+    if use_dora:
+        expected = expected * (magnitude.to(wide) / expected.norm(dim=1))[:, None]
+    stored = merged.read(f"{module}.weight")
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.05)
+    assert (stored.double() - expected.double()).abs().max() < tolerance
+    assert (stored.double() - base.double()).abs().max() > 1
+    assert torch.equal(weight, base)
+    assert torch.equal(merged.read(f"{module}.weight"), stored)
+
+
 def test_the_report_has_a_row_for_each_kind_of_module_and_a_total(tmp_path, capsys):
     base = write_base(tmp_path / "base", MODEL, torch.bfloat16)
     assert merge(base, save_adapter(base, tmp_path / "run", ADAPTER), tmp_path / "out") == 0
