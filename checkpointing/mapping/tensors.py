@@ -297,6 +297,19 @@ def as_source(state_dict: "Mapping[str, Tensor] | TensorSource") -> TensorSource
     return state_dict
 
 
+def cast(source: TensorSource, dtype: torch.dtype) -> "LazyTensors":
+    """The same tensors, those of a floating point dtype in another one; computed when read."""
+    metas = {
+        name: replace(meta, dtype=dtype) if meta.dtype.is_floating_point else meta
+        for name, meta in source.metas.items()
+    }
+
+    def rows(name: str) -> Rows:
+        return source.rows(name).map(lambda some: some.to(metas[name].dtype))
+
+    return LazyTensors(metas, {name: partial(rows, name) for name in metas})
+
+
 class LazyTensors(Mapping[str, Tensor]):
     """A mapping of which each tensor is computed when it is asked for, and not kept.
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpointing.adapters.config import AdapterConfig
 from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.families import FAMILIES
 from checkpointing.families.decoder import LAYER
@@ -210,7 +211,14 @@ class TransformerDecoder(nn.Module):
     Args:
         config: sizes and constants. The weights are random; :func:`build_decoder` gives a model
             with a checkpoint's weights.
+
+    Attributes:
+        adapter_config: of the adapter that the model carries, if it does.
+        is_merged: for the time being, its weights have the adapter folded in.
     """
+
+    adapter_config: AdapterConfig | None = None
+    is_merged: bool = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.families import FAMILIES
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.nearest import hint
+from checkpointing.training.adapter_switch import Switched
 from checkpointing.training.decoder import RMSNorm, TransformerDecoder
 from checkpointing.training.lora_embedding import DoRAEmbedding, LoRAEmbedding
 from checkpointing.training.moe import ExpertsAdapter, GroupedExperts, LoRAGroupedExperts
@@ -29,7 +30,7 @@ ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "output_proj")
 EXPERTS_MODULES = ("gate_proj", "up_proj", "down_proj")
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(Switched, nn.Module):
     """A frozen linear layer with a trained low-rank update: ``W x + scale * B A x``.
 
     ``A`` and ``B`` are fp32 whatever the dtype of ``W``, so that small steps of the optimizer are
@@ -62,7 +63,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
-        return F.linear(x, self.weight, self.bias) + self._update(self.dropout(x))
+        result = F.linear(x, self.weight, self.bias)
+        return result + self._update(self.dropout(x)) if self.adapter_is_on else result
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's own parameters, by their names in this module."""
@@ -98,6 +100,8 @@ class DoRALinear(LoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
+        if not self.adapter_is_on:
+            return F.linear(x, self.weight, self.bias)
         ratio = (self.magnitude / self._row_norms()).type_as(x)
         if self.training and self.dropout.p > 0:
             dropped = self.dropout(x)
@@ -164,6 +168,7 @@ def add_adapter(
             model.set_submodule(name, adapted)
     for module in whole.values():
         train_whole(module)
+    model.adapter_config = config
 
 
 def _adapted(base: nn.Linear | nn.Embedding, name: str, config: AdapterConfig) -> nn.Module:
@@ -247,7 +252,16 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights without the adapter, by native name; they share memory with the model."""
+    """The weights without the adapter, by native name; they share memory with the model.
+
+    Raises:
+        ConfigError: if the adapter is folded into them just now.
+    """
+    if getattr(model, "is_merged", False):
+        raise ConfigError(
+            "the model is merged in place, so that its base is not at hand, and an adapter would be "
+            "added twice: save, stream and merge outside of that block"
+        )
     whole = dict(trained_copies(model))
     adapter = dict(_adapter_parameters(model)).keys() - whole.keys()
     return {name: tensor for name, tensor in tensors_of_base(model).items() if name not in adapter}

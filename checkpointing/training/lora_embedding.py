@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpointing.training.adapter_switch import Switched
 
-class LoRAEmbedding(nn.Module):
+
+class LoRAEmbedding(Switched, nn.Module):
     """A frozen embedding with a trained low-rank update: ``W[t] + scale * (B A)[:, t]``, token t.
 
     Seen as a linear map of one-hot tokens, an embedding takes the same A and B as a linear layer.
@@ -33,7 +35,8 @@ class LoRAEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids ``[...]`` to vectors ``[..., hidden]`` of the weight's dtype."""
-        return (F.embedding(tokens, self.weight) + self._update(tokens)).type_as(self.weight)
+        found = F.embedding(tokens, self.weight)
+        return (found + self._update(tokens)).type_as(found) if self.adapter_is_on else found
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's own parameters, by their names in this module."""
@@ -65,6 +68,8 @@ class DoRAEmbedding(LoRAEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids ``[...]`` to vectors ``[..., hidden]`` of the weight's dtype."""
+        if not self.adapter_is_on:
+            return F.embedding(tokens, self.weight)
         ratio = self.lora_embedding_magnitude / self._norms()
         found = F.embedding(tokens, self.weight) + self._update(tokens)
         return (ratio * found).type_as(self.weight)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpointing.training.adapter_switch import Switched
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -52,7 +54,7 @@ class ExpertsAdapter:
     scale: float
 
 
-class LoRAGroupedExperts(GroupedExperts):
+class LoRAGroupedExperts(Switched, GroupedExperts):
     """Frozen experts with a trained low-rank update of each: ``W x + scale * B A x``.
 
     ``A [experts, in, rank]`` and ``B [experts, rank, out]`` are fp32, and named as in torchtune:
@@ -93,7 +95,7 @@ class LoRAGroupedExperts(GroupedExperts):
 
     def _project(self, stem: str, x: Tensor, expert: int) -> Tensor:
         result = super()._project(stem, x, expert)
-        if stem not in self.scales:
+        if stem not in self.scales or not self.adapter_is_on:
             return result
         a, b = (getattr(self, f"lora_{stem}_{part}")[expert].type_as(x) for part in "ab")
         return result + self.scales[stem] * (self.dropout(x) @ a @ b)

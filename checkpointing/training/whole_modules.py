@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from checkpointing.training.adapter_switch import Switched
 
-class _InDtypeOfBase(nn.Module):
+
+class _InDtypeOfBase(Switched, nn.Module):
     """Gives the model a trained copy in the dtype that it computes in, and keeps the base's tensor.
 
     Args:
@@ -21,7 +23,8 @@ class _InDtypeOfBase(nn.Module):
         self.register_buffer("base", base)
 
     def forward(self, trained: Tensor) -> Tensor:
-        return trained.to(self.base.dtype)
+        # `to` with a dtype also dequantises an NF4 weight.
+        return (trained if self.adapter_is_on else self.base).to(self.base.dtype)
 
 
 def train_whole(module: nn.Module) -> None:

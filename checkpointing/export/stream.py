@@ -1,0 +1,207 @@
+"""A stream of named tensors that an engine takes, computed while it is read."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.errors import CheckpointingError, TensorMismatchError
+from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.merge import MeasuredMerge, Survival
+from checkpointing.storage.digest import checksum_of
+from checkpointing.storage.load import copy_into
+from checkpointing.storage.tensor_bytes import tensor_bytes
+from checkpointing.storage.write import plan_shards
+
+# What is computed at a time: enough for several threads, and little beside a model.
+_WINDOW = 64 << 20
+# Above this ``‖M - W - U‖ / ‖U‖``, what an engine computes is noticeably not what was trained.
+_MUCH_LOST = 0.1
+
+
+class ChangedWeightsError(CheckpointingError, RuntimeError):
+    """The weights of a live model were changed while they were streamed."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a stream hands out, before any of it is computed.
+
+    Attributes:
+        kind: ``"merged"`` or ``"adapter"``.
+        source: the tensors, by the engine's names.
+        device: where they are computed.
+        adapter_config: of an adapter, PEFT's config.
+        notes: what its user should know, one line each.
+        measured: measures what rounding leaves of an update, where one is merged.
+        live: tensors that nobody may change while the stream is open.
+    """
+
+    kind: str
+    source: TensorSource
+    device: torch.device
+    adapter_config: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    measured: MeasuredMerge | None = None
+    live: tuple[Tensor, ...] = ()
+
+
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """Names and tensors, in a fixed order, of one version of a model's weights.
+
+    Every tensor owns its memory, and stays as it is when the stream is closed and the model goes on
+    training. A few tensors are in memory at a time, beside those that the reader keeps. Nothing is
+    left behind by a reader that stops early, or raises.
+
+    Args:
+        content: what is handed out.
+        version: number of the weights, which the reader chooses.
+        digests: whether to take a checksum of each tensor.
+
+    Attributes:
+        metas: shape and dtype of every tensor, by name, in the order of the stream.
+        kind: ``"merged"`` or ``"adapter"``.
+        version: as given.
+        digests: XXH3-64 of the bytes of each tensor that was handed out, in hexadecimal, so that a
+            receiver can prove what it holds.
+        adapter_config: of an adapter, content of PEFT's ``adapter_config.json``.
+        notes: what the user should know, one line each.
+    """
+
+    def __init__(self, content: Content, version: int = 0, digests: bool = True) -> None:
+        self.kind = content.kind
+        self.metas: Mapping[str, TensorMeta] = dict(content.source.metas)
+        self.version = version
+        self.digests: dict[str, str] = {}
+        self.adapter_config = content.adapter_config
+        self.notes = content.notes
+        self._handed_out = 0
+        self._content = content
+        self._takes_digests = digests
+        self._tensors = self._run()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors, in bytes."""
+        return sum(meta.nbytes for meta in self.metas.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """All tensors were handed out."""
+        return self._handed_out == len(self.metas)
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._tensors)
+
+    def __enter__(self) -> "WeightStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the stream; what was handed out stays as it is."""
+        self._tensors.close()
+
+    def buckets(self, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The same tensors, several at a time.
+
+        Args:
+            nbytes: at most so many bytes; a larger tensor comes alone. An adapter is never divided,
+                since engines load it at once.
+        """
+        most = None if self.kind == "adapter" else nbytes
+        for names in plan_shards(self.metas, most):
+            yield [next(self) for _ in names]
+
+    def check_expected(self, expected: Mapping[str, Sequence[int]], engine: str) -> None:
+        """Checks that an engine gets all that it has, and nothing else, before the first tensor.
+
+        Args:
+            expected: shape of each of the engine's tensors, by name.
+            engine: names it in the error.
+
+        Raises:
+            TensorMismatchError: lists every tensor that is missing, unexpected or misshapen.
+        """
+        problems = [f"{name}: the engine expects it" for name in expected if name not in self.metas]
+        for name, meta in self.metas.items():
+            if name not in expected:
+                problems.append(f"{name}: the engine has none of that name")
+            elif meta.shape != tuple(expected[name]):
+                wanted = list(expected[name])
+                problems.append(f"{name}: {list(meta.shape)}, and the engine's has {wanted}")
+        if problems:
+            raise TensorMismatchError(
+                f"{engine}: other weights than those of this model",
+                problems,
+                "Start the engine with the base that is trained here; nothing was sent.",
+            )
+
+    @property
+    def survival(self) -> Survival | None:
+        """What rounding left of the merged adapter's update, of what was handed out so far."""
+        measured = self._content.measured
+        if measured is None or not measured.survival:
+            return None
+        return sum(measured.survival.values(), Survival())
+
+    def report(self) -> str:
+        """What was handed out, and what rounding left of a merged update."""
+        total = len(self.metas)
+        lines = [f"version {self.version}: {self.nbytes / 1e9:.3f} GB in {total} tensors"]
+        if not self.is_complete:
+            lines = [f"version {self.version}: {self._handed_out} of {total} tensors"]
+        survival = self.survival
+        if survival is not None:
+            lines.append(
+                f"of the elements that the adapter changes, {survival.changed_share:.1%} differ "
+                f"from the base after rounding; {survival.lost_norm:.1%} of the update is lost"
+            )
+            if survival.lost_norm > _MUCH_LOST:
+                lines.append(
+                    "so much is lost that the adapter had better be sent alone "
+                    "(adapter_stream), or merged weights in a wider dtype"
+                )
+        return "\n".join((*lines, *self.notes))
+
+    def _run(self) -> Generator[tuple[str, Tensor], None, None]:
+        check = _unchanged(self._content.live)
+        for names in plan_shards(self.metas, _WINDOW):
+            check()
+            window = self._computed(names)
+            check()
+            for name in names:
+                if self._takes_digests:
+                    self.digests[name] = checksum_of([tensor_bytes(window[name])])
+                self._handed_out += 1
+                # No name here for what is handed out, so that it is freed when the reader is done.
+                yield name, window.pop(name)
+
+    def _computed(self, names: Sequence[str]) -> dict[str, Tensor]:
+        source = self._content.source
+        metas = {name: self.metas[name] for name in names}
+        some = LazyTensors(metas, {name: partial(source.rows, name) for name in names})
+        window = {
+            name: torch.empty(meta.shape, dtype=meta.dtype, device=self._content.device)
+            for name, meta in metas.items()
+        }
+        copy_into(window, some, "streaming weights", lambda nbytes: None)
+        return window
+
+
+def _unchanged(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """A check that none of the tensors has been written to since now."""
+    versions = [tensor._version for tensor in tensors]
+
+    def check() -> None:
+        if [tensor._version for tensor in tensors] != versions:
+            raise ChangedWeightsError(
+                "the model was changed while its weights were streamed, so that the engine would "
+                "hold two versions of it: read a stream to its end before the next optimizer step"
+            )
+
+    return check

@@ -1,0 +1,196 @@
+"""What can be streamed to an engine: merged weights and adapters, live or from directories."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from checkpointing.adapters.config import AdapterConfig
+from checkpointing.adapters.peft import PeftAdapter, to_peft
+from checkpointing.convert import plan_conversion
+from checkpointing.convert_adapter import plan_adapter_conversion
+from checkpointing.errors import ConfigError
+from checkpointing.export.stream import Content, WeightStream
+from checkpointing.families import FAMILIES
+from checkpointing.formats.base import OpenModel, native_layout, plan_foreign
+from checkpointing.mapping.tensors import LazyTensors, TensorSource, as_source, cast
+from checkpointing.mapping.ties import tied_names
+from checkpointing.merge import MeasuredMerge, plan_merge
+from checkpointing.nf4 import dequantized
+from checkpointing.training.decoder import TransformerDecoder
+from checkpointing.training.lora import adapter_state_dict, base_state_dict
+
+_HF = "hf"
+# One row in so many of a large weight is measured.
+_SAMPLED = 32
+
+
+def merged_stream(
+    model: TransformerDecoder | str | Path,
+    adapter: str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    expected: Mapping[str, Sequence[int]] | None = None,
+    tied_head: bool = False,
+    version: int = 0,
+    digests: bool = True,
+) -> WeightStream:
+    """The whole model with its adapter folded in, by Hugging Face's names.
+
+    The model is never written to: each weight is ``W + s B A`` (DoRA: with its magnitudes) in fp32,
+    rounded once. A base in NF4 gives the numbers that it stands for.
+
+    Args:
+        model: a native model, with or without an adapter; or the directory or URL of one in any
+            format.
+        adapter: for a directory: a checkpoint of an adapter run, or a PEFT adapter.
+        dtype: of the floating point tensors; by default that of the model's.
+        expected: shape of each tensor that the engine has, by name; checked before the first one.
+        tied_head: hand out the head of a model with tied embeddings too, for engines that keep a
+            copy of it.
+        version: number of these weights.
+        digests: take a checksum of each tensor.
+
+    Returns:
+        The stream. All that can be wrong is found before it is returned.
+
+    Raises:
+        ConfigError: if an argument is wrong, or the adapter is of another base.
+        TensorMismatchError: lists all tensors that do not fit the model, or the engine.
+        CheckpointNotFoundError: if there is no model or no adapter.
+    """
+    if isinstance(model, TransformerDecoder):
+        if adapter is not None:
+            raise ConfigError(
+                "adapter: a live model has its own adapter; give it for a directory only"
+            )
+        content = _merged_live(model, dtype)
+        family = model.config.family
+    else:
+        content, family = _merged_on_disk(model, adapter, dtype)
+    if tied_head:
+        content = _with_tied_head(content, family)
+    stream = WeightStream(content, version, digests)
+    if expected is not None:
+        stream.check_expected(expected, "the engine")
+    return stream
+
+
+def adapter_stream(
+    model: TransformerDecoder | str | Path,
+    base: str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    form: str = "portable",
+    version: int = 0,
+    digests: bool = True,
+) -> WeightStream:
+    """The adapter alone, as PEFT stores it; the stream's ``adapter_config`` is PEFT's config.
+
+    Args:
+        model: a native model with an adapter; or a checkpoint of an adapter run, or a PEFT adapter.
+        base: repository or directory of the base, for PEFT's config; an adapter on disk may tell
+            it itself.
+        dtype: of the tensors; by default the adapter's own.
+        form: ``"portable"``, which engines compute rightly, or ``"exact"``.
+        version: number of these weights.
+        digests: take a checksum of each tensor.
+
+    Returns:
+        The stream. All that can be wrong is found before it is returned.
+
+    Raises:
+        ConfigError: if there is no adapter, or PEFT has no form for it.
+        TensorMismatchError: lists all tensors of the adapter that do not fit its base.
+        CheckpointNotFoundError: if there is no adapter or no base.
+    """
+    device = torch.device("cpu")
+    live: tuple[Tensor, ...] = ()
+    if isinstance(model, TransformerDecoder):
+        peft = _peft_live(model, base, form)
+        device, live = _device_of(model), tuple(model.parameters())
+    else:
+        found = plan_adapter_conversion(model, "peft", base, form).peft
+        assert found is not None  # it is what was asked for
+        peft = found
+    source = peft.tensors if dtype is None else cast(peft.tensors, dtype)
+    content = Content("adapter", source, device, peft.config, peft.notes, live=live)
+    return WeightStream(content, version, digests)
+
+
+def merged_source(model: TransformerDecoder) -> tuple[TensorSource, MeasuredMerge | None]:
+    """The native weights of a live model with its adapter folded in, and what measures that."""
+    base = dequantized(base_state_dict(model))
+    adapter = adapter_state_dict(model)
+    if not adapter:
+        return base, None
+    merged = MeasuredMerge(base, as_source(adapter), config_of(model), _SAMPLED)
+    return merged, merged
+
+
+def config_of(model: TransformerDecoder) -> AdapterConfig:
+    """The hyper-parameters of a live model's adapter.
+
+    Raises:
+        ConfigError: if it has none.
+    """
+    if model.adapter_config is None:
+        raise ConfigError("the model has no adapter: add one with add_adapter")
+    return model.adapter_config
+
+
+def _merged_live(model: TransformerDecoder, dtype: torch.dtype | None) -> Content:
+    native, measured = merged_source(model)
+    foreign = plan_foreign(native, _opened(model), _HF)
+    source = foreign if dtype is None else cast(foreign, dtype)
+    live = tuple(model.parameters())
+    return Content("merged", source, _device_of(model), measured=measured, live=live)
+
+
+def _merged_on_disk(
+    model: str | Path, adapter: str | Path | None, dtype: torch.dtype | None
+) -> tuple[Content, str]:
+    measured = None
+    if adapter is None:
+        plan = plan_conversion(model, _HF)
+    else:
+        merge = plan_merge(model, adapter, _HF)
+        plan, measured = merge.plan, merge.merged
+    source = plan.tensors if dtype is None else cast(plan.tensors, dtype)
+    family = plan.facts["family"]
+    content = Content("merged", source, torch.device("cpu"), notes=plan.notes, measured=measured)
+    return content, family
+
+
+def _peft_live(model: TransformerDecoder, base: str | Path | None, form: str) -> PeftAdapter:
+    if base is None:
+        raise ConfigError(
+            "base: give the repository or directory of the model's base, which PEFT's config names"
+        )
+    opened = _opened(model)
+    layout = native_layout(opened.native, opened, _HF)
+    adapter = as_source(adapter_state_dict(model))
+    return to_peft(adapter, config_of(model), layout, str(base), form, opened.native)
+
+
+def _opened(model: TransformerDecoder) -> OpenModel:
+    return OpenModel(dequantized(base_state_dict(model)), model.config)
+
+
+def _with_tied_head(content: Content, family: str) -> Content:
+    """The same, and the head that an engine keeps as a copy of the embedding."""
+    head, embedding = tied_names(FAMILIES[family], _HF)
+    source = content.source
+    if not head or head in source.metas:
+        return content
+    metas = {**source.metas, head: source.metas[embedding]}
+    rows = {name: partial(source.rows, name) for name in source.metas}
+    rows[head] = partial(source.rows, embedding)
+    return replace(content, source=LazyTensors(metas, rows))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
