@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,6 +40,7 @@ from checkpointing.storage.location import is_remote, path_on_this_machine
 from checkpointing.storage.manifest import MANIFEST_NAME
 from checkpointing.storage.mirror import local
 from checkpointing.storage.publish import lie_in_each_other
+from checkpointing.storage.read_ahead import read_ahead
 from checkpointing.storage.write import parse_size
 
 logger = logging.getLogger(__name__)
@@ -196,8 +197,9 @@ class CheckpointLoader:
             TensorMismatchError: lists all tensors that do not fit the model or the adapter.
             ConfigError: if a config file is wrong, or the adapter was trained on another base.
         """
-        native = self._model_to_load()
+        native, files = self._model_to_load()
         beside = self._load_beside_model()
+        _read_ahead(files)
         with bytes_progress("loading", _nbytes(native)) as progress:
             weights = load_all(native, progress)
         self._is_loaded = True
@@ -222,19 +224,21 @@ class CheckpointLoader:
                 has changed then.
             ConfigError: as :meth:`load_checkpoint`.
         """
-        native = self._model_to_load()
+        native, files = self._model_to_load()
         beside = self._load_beside_model()
+        _read_ahead(files)
         with bytes_progress("loading", _nbytes(native)) as progress:
             copy_into(parameters, native, f"loading {self._checkpoint_dir}", progress)
         self._is_loaded = True
         return beside
 
-    def _model_to_load(self) -> TensorSource:
+    def _model_to_load(self) -> tuple[TensorSource, list[Path]]:
+        """The native weights, and the files that they are in."""
         if self._resumed is None or self._adapter_path is not None:
-            return self._base.native
+            return self._base.native, self._files
         directory = self._resumed.directory
         files = self._format.find_files(directory, None)
-        return self._format.open(directory, files, self._model_type).native
+        return self._format.open(directory, files, self._model_type).native, files
 
     def _load_beside_model(self) -> dict[str, Any]:
         """The adapter and the recipe state, as far as there are any."""
@@ -252,6 +256,12 @@ class CheckpointLoader:
 
 def _path(location: str | Path | None) -> Path | None:
     return None if location is None else path_on_this_machine(location)
+
+
+def _read_ahead(files: Sequence[Path]) -> None:
+    total = sum(file.stat().st_size for file in files)
+    with bytes_progress("reading", total) as progress:
+        read_ahead(files, progress)
 
 
 def _nbytes(source: TensorSource) -> int:
