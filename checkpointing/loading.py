@@ -259,7 +259,8 @@ def _path(location: str | Path | None) -> Path | None:
 
 
 def _read_ahead(files: Sequence[Path]) -> None:
-    total = sum(file.stat().st_size for file in files)
+    # What is gone meanwhile is told by who needs it; a file that is mapped is not lost.
+    total = sum(file.stat().st_size for file in files if file.is_file())
     with bytes_progress("reading", total) as progress:
         read_ahead(files, progress)
 

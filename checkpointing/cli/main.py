@@ -12,6 +12,7 @@ from checkpointing.cli import (
     cp,
     diff,
     download,
+    export,
     inspect,
     ls,
     merge,
@@ -37,6 +38,7 @@ _COMMANDS = (
     convert,
     merge,
     diff,
+    export,
     push,
 )
 

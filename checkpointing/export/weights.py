@@ -111,13 +111,14 @@ def adapter_stream(
     live: tuple[Tensor, ...] = ()
     if isinstance(model, TransformerDecoder):
         peft = _peft_live(model, base, form)
+        notes = peft.notes
         device, live = _device_of(model), tuple(model.parameters())
     else:
-        found = plan_adapter_conversion(model, "peft", base, form).peft
-        assert found is not None  # it is what was asked for
-        peft = found
+        plan = plan_adapter_conversion(model, "peft", base, form)
+        assert plan.peft is not None  # it is what was asked for
+        peft, notes = plan.peft, plan.notes
     source = peft.tensors if dtype is None else cast(peft.tensors, dtype)
-    content = Content("adapter", source, device, peft.config, peft.notes, live=live)
+    content = Content("adapter", source, device, peft.config, notes, live=live)
     return WeightStream(content, version, digests)
 
 

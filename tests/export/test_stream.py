@@ -328,6 +328,20 @@ def test_a_base_in_nf4_gives_the_numbers_that_it_stands_for(tmp_path):
         assert torch.equal(plain, layer.attn.output_proj.weight.to(torch.float32))
 
 
+def test_an_adapter_from_a_checkpoint_of_qlora_says_what_its_base_was(tmp_path):
+    model = live_model(tmp_path / "base", "llama", AdapterConfig(4, 6, ("q_proj", "v_proj")))
+    saver = FullModelHFCheckpointer(tmp_path / "base", output_dir=tmp_path / "out")
+    state = {
+        "adapter": adapter_state_dict(model),
+        "adapter_config": model.adapter_config.to_state(),
+        "quantized_base": NF4Rounding(torch.float32).to_state(),
+    }
+    saved = saver.save_checkpoint(state, epoch=0, adapter_only=True)
+    found = adapter_stream(saved)
+    dict(found)
+    assert "rounded to NF4" in found.report()
+
+
 def test_a_live_model_has_its_own_adapter(tmp_path):
     model = live_model(tmp_path)
     with pytest.raises(ConfigError, match="its own adapter"):
