@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from checkpointing.errors import ConfigError, TensorMismatchError
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import (
+    LazyTensors,
+    Rows,
+    StateDictSource,
+    TensorMeta,
+    TensorSource,
+)
 
 QUANTIZED_BASE_KEY = "quantized_base"
 
@@ -101,12 +107,25 @@ def is_quantized(name: str, shape: Sequence[int]) -> bool:
 
 
 def dequantized(state_dict: Mapping[str, Tensor]) -> LazyTensors:
-    """The plain tensors that a state dict stands for, each of its own dtype, when they are read."""
-    # `to` with a dtype dequantises an NF4 tensor, and gives back one that has the dtype already.
-    return LazyTensors.of_whole(
-        {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in state_dict.items()},
-        {name: partial(tensor.to, tensor.dtype) for name, tensor in state_dict.items()},
-    )
+    """The plain tensors that a state dict stands for, each of its own dtype, when they are read.
+
+    Those in NF4 can only be read whole.
+    """
+    source = StateDictSource(state_dict)
+
+    def rows(name: str) -> Rows:
+        tensor = state_dict[name]
+        if not _is_nf4(tensor):
+            return source.rows(name)
+        # `to` with a dtype dequantises it.
+        return Rows.whole(tuple(tensor.shape), lambda: tensor.to(tensor.dtype))
+
+    return LazyTensors(source.metas, {name: partial(rows, name) for name in state_dict})
+
+
+def _is_nf4(tensor: Tensor) -> bool:
+    # By its name: its class has moved, and importing it takes long.
+    return type(tensor.detach()).__name__ == "NF4Tensor"
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]]) -> None:
