@@ -17,7 +17,7 @@ from checkpointing.storage.write import plan_shards
 # end at about the same time.
 _JOB = 32 << 20
 # What is copied at a time: views take no memory, and what is computed takes some for each thread.
-_VIEWED, _COMPUTED = 4 << 20, 1 << 18
+_VIEWED, _COMPUTED = 1 << 20, 1 << 18
 
 
 def load_all(source: TensorSource, progress: Progress) -> dict[str, Tensor]:
