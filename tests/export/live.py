@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from checkpointing import AdapterConfig, FullModelHFCheckpointer
+from checkpointing.nf4 import NF4Rounding
 from checkpointing.training import (
     TransformerDecoder,
     adapter_state_dict,
     add_adapter,
     build_decoder,
 )
+from checkpointing.training.quantize import quantize_base
 from tests.families.variants import write
 from tests.tiny import ATTENTION, EXPERTS, MLP, targets_of
 
@@ -76,6 +78,18 @@ def live_model(
     weights = checkpointer.load_checkpoint()["model"]
     model = build_decoder(checkpointer.model_config, weights, dtype)
     add_adapter(model, config_for(model.config.dims, config))
+    shake(model)
+    return model.eval()
+
+
+def nf4_model(directory: Path, targets: tuple[str, ...]) -> TransformerDecoder:
+    """The same with a base in NF4."""
+    write("llama", directory)
+    checkpointer = FullModelHFCheckpointer(directory)
+    weights = checkpointer.load_checkpoint()["model"]
+    model = build_decoder(checkpointer.model_config, weights, torch.float32)
+    quantize_base(model, NF4Rounding(torch.float32), "cpu")
+    add_adapter(model, AdapterConfig(4, 6, targets))
     shake(model)
     return model.eval()
 

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from checkpointing import AdapterConfig, FullModelHFCheckpointer
+from checkpointing import FullModelHFCheckpointer
 from checkpointing.errors import ConfigError
 from checkpointing.export import merged, merged_stream
-from checkpointing.nf4 import NF4Rounding
-from checkpointing.training import add_adapter, base_state_dict, build_decoder
+from checkpointing.training import base_state_dict, build_decoder
 from checkpointing.training.adapter_switch import adapter_off
-from checkpointing.training.quantize import quantize_base
-from tests.export.live import KINDS, live_model, shake, snapshot
+from tests.export.live import KINDS, live_model, nf4_model, shake, snapshot
 from tests.families.variants import VARIANTS, tokens
 
 FAMILIES = ("llama", "qwen2", "gemma2", "mixtral", "qwen3_moe, some layers dense")
@@ -46,16 +44,10 @@ def test_the_adapter_is_not_computed_in_the_block(tmp_path):
 
 
 def test_a_model_in_nf4_is_merged_and_is_in_nf4_again(tmp_path):
-    live_model(tmp_path)
-    checkpointer = FullModelHFCheckpointer(tmp_path)
-    weights = checkpointer.load_checkpoint()["model"]
-    model = build_decoder(checkpointer.model_config, weights, torch.float32)
-    quantize_base(model, NF4Rounding(torch.float32), "cpu")
-    add_adapter(model, AdapterConfig(4, 6, ("q_proj", "w2")))
-    shake(model)
+    model = nf4_model(tmp_path, ("q_proj", "w2"))
     weight = model.layers[1].mlp.w2.weight
     with torch.no_grad():
-        expected = model.eval()(tokens())
+        expected = model(tokens())
         with merged(model):
             assert (model(tokens()) - expected).abs().max() < 1e-4
         assert torch.equal(model(tokens()), expected)

@@ -19,9 +19,8 @@ from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.export import adapter_stream, merged_stream, stream
 from checkpointing.export.stream import ChangedWeightsError
 from checkpointing.nf4 import NF4Rounding
-from checkpointing.training import adapter_state_dict, add_adapter, base_state_dict, build_decoder
-from checkpointing.training.quantize import quantize_base
-from tests.export.live import ALL, KINDS, bits, live_model, shake, snapshot
+from checkpointing.training import adapter_state_dict, base_state_dict, build_decoder
+from tests.export.live import ALL, KINDS, bits, live_model, nf4_model, shake, snapshot
 from tests.families.variants import IN_FP64, VARIANTS, compared, tokens
 
 
@@ -307,13 +306,7 @@ def test_another_dtype_is_rounded_once(tmp_path, dtype):
 
 
 def test_a_base_in_nf4_gives_the_numbers_that_it_stands_for(tmp_path):
-    live_model(tmp_path)
-    checkpointer = FullModelHFCheckpointer(tmp_path)
-    weights = checkpointer.load_checkpoint()["model"]
-    model = build_decoder(checkpointer.model_config, weights, torch.float32)
-    quantize_base(model, NF4Rounding(torch.float32), "cpu")
-    add_adapter(model, AdapterConfig(4, 6, ("v_proj", "w1")))
-    shake(model)
+    model = nf4_model(tmp_path, ("v_proj", "w1"))
     found = dict(merged_stream(model))
     for number, layer in enumerate(model.layers):
         for module, name in (
