@@ -54,7 +54,7 @@ def test_the_commands_in_docs_convert_run_as_they_stand(tmp_path, monkeypatch):
     save_adapter(write_hf(hf_model(config()), tmp_path / "base"), tmp_path / "out" / "lora")
     monkeypatch.chdir(tmp_path)
     commands = "".join(blocks("docs/convert.md", "bash")).splitlines()
-    assert len(commands) == 14
+    assert len(commands) == 16
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "tune"

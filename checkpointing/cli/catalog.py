@@ -58,11 +58,10 @@ def configs() -> list[Entry]:
 def recipe_of(config_name: str) -> Entry | None:
     """The shipped recipe that a config is for, by the names; ``None`` if no name fits."""
     stem = config_name.rpartition("/")[2].replace("qlora_", "lora_")
-    for recipe in recipes():
-        kind = recipe.name.replace("_finetune", "")
-        if stem == kind or stem.endswith(f"_{kind}"):
-            return recipe
-    return None
+    kinds = {recipe.name.replace("_finetune", ""): recipe for recipe in recipes()}
+    fitting = [kind for kind in kinds if f"_{stem}".endswith(f"_{kind}")]
+    # `grpo_lora_single_device` also ends in what is that of `lora_finetune_single_device`.
+    return kinds[max(fitting, key=len)] if fitting else None
 
 
 def find_recipe(name: str) -> Entry:

@@ -21,6 +21,7 @@ from checkpointing.training.metric_logging import (
     TensorBoardLogger,
     WandBLogger,
 )
+from checkpointing.training.options import TrainingOptions
 from checkpointing.training.quantize import base_rounding, quantize_base
 from checkpointing.training.report import next_steps
 from checkpointing.training.resume_check import check_resume
@@ -41,7 +42,7 @@ from checkpointing.training.settings import (
 )
 from checkpointing.training.signals import StoppedBySignal
 from checkpointing.training.tokenizer import ChatTokenizer
-from checkpointing.training.trainer import NonFiniteLossError, Trainer, TrainingOptions
+from checkpointing.training.trainer import NonFiniteLossError, Trainer
 
 __all__ = [
     "Batch",

@@ -1,17 +1,14 @@
-"""Batches of rows in a seeded order that can be taken up again anywhere."""
+"""Batches of tokenised conversations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpointing.errors import ConfigError
 from checkpointing.training.data import InstructDataset, TokenRow
+from checkpointing.training.row_loader import RowLoader
 from checkpointing.training.tokenizer import IGNORED
-
-_DATA = "dataset or tokenizer (checksum of the rows)"
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,8 @@ def collate(rows: Sequence[TokenRow], pad_id: int, packed: bool) -> Batch:
     return Batch(tokens, labels, input_pos, document_ids, num_tokens)
 
 
-class BatchLoader:
-    """Goes through a dataset in batches, in an order of its own for each epoch.
-
-    The order follows from seed and epoch alone, so that the place in the data is two numbers.
+class BatchLoader(RowLoader):
+    """Goes through tokenised conversations; a batch is a :class:`Batch`, padded.
 
     Args:
         dataset: rows.
@@ -91,73 +86,11 @@ class BatchLoader:
     def __init__(
         self, dataset: InstructDataset, batch_size: int, shuffle: bool = True, seed: int = 0
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: must be at least 1")
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._fingerprint = dataset.fingerprint()
-        self._epoch = 0
-        self._position = 0
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return -(-len(self._dataset) // self._batch_size)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of an epoch, counted from 0."""
-        self._epoch = epoch
-        self._position = 0
+        super().__init__(dataset, batch_size, shuffle, seed)
+        self._pad_id = dataset.pad_id
+        self._packed = dataset.packed
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches from the current place to the end of the epoch."""
-        order = self._order()
-        while self._position < len(order):
-            chosen = order[self._position : self._position + self._batch_size]
-            self._position += len(chosen)
-            rows = [self._dataset[index] for index in chosen]
-            yield collate(rows, self._dataset.pad_id, self._dataset.packed)
-
-    def _order(self) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._dataset)))
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order: list[int] = torch.randperm(len(self._dataset), generator=generator).tolist()
-        return order
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the data: all rows before it have been handed out."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "fingerprint": self._fingerprint,
-            "batch_size": self._batch_size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
-
-    def changed_since(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What differs from a saved state, by its name: as it was saved, and as it is."""
-        own = self.state_dict()
-        names = {"fingerprint": _DATA, "batch_size": "batch_size", "shuffle": "shuffle"}
-        names |= {"seed": "seed"}
-        return {
-            name: (state[key], own[key]) for key, name in names.items() if state[key] != own[key]
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place. Between epochs the data may be other data.
-
-        Raises:
-            ConfigError: if the place is within an epoch of other data or other batches.
-        """
-        changed = self.changed_since(state)
-        if state["position"] > 0 and changed:
-            raise ConfigError(
-                f"cannot go on within epoch {state['epoch']}: {', '.join(changed)} changed "
-                "since the checkpoint was saved; undo the change, or resume from a checkpoint "
-                "at the end of an epoch"
-            )
-        self._epoch = state["epoch"]
-        self._position = state["position"]
+        for rows in super().__iter__():
+            yield collate(rows, self._pad_id, self._packed)

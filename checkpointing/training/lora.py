@@ -259,8 +259,8 @@ def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     if getattr(model, "is_merged", False):
         raise ConfigError(
-            "the model is merged in place, so that its base is not at hand, and an adapter would be "
-            "added twice: save, stream and merge outside of that block"
+            "the model is merged in place, so that its base is not at hand, and an adapter would "
+            "be added twice: save, stream and merge outside of that block"
         )
     whole = dict(trained_copies(model))
     adapter = dict(_adapter_parameters(model)).keys() - whole.keys()

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from checkpointing.errors import ConfigError
 from checkpointing.printable import printable
 from checkpointing.save_plan import ADAPTER_KEY, RUN_KEY
-from checkpointing.training.batches import BatchLoader
+from checkpointing.training.row_loader import RowLoader
 from checkpointing.training.run_record import SETTINGS, WORLD_SIZE, run_record
 
 
@@ -43,6 +43,14 @@ _EFFECTS = {
     "clip_grad_norm": _Effect.FROM_HERE,
     "max_steps_per_epoch": _Effect.FROM_HERE,
     "gradient_accumulation_steps": _Effect.FROM_HERE,
+    "engine": _Effect.FROM_HERE,
+    "sampling": _Effect.FROM_HERE,
+    "group_size": _Effect.FROM_HERE,
+    "reward": _Effect.FROM_HERE,
+    "objective": _Effect.FROM_HERE,
+    "num_policy_updates": _Effect.FROM_HERE,
+    "sync": _Effect.FROM_HERE,
+    "sync_every": _Effect.FROM_HERE,
     WORLD_SIZE: _Effect.OTHER_RUN,
 }
 _BASE_DIR = "checkpointer.checkpoint_dir"
@@ -60,7 +68,7 @@ class _Change:
         return f"{self.key}: {_text(self.old)} -> {_text(self.new)}"
 
 
-def check_resume(config: DictConfig, state: Mapping[str, Any], batches: BatchLoader) -> None:
+def check_resume(config: DictConfig, state: Mapping[str, Any], batches: RowLoader) -> None:
     """Shows what differs from the run that is resumed; refuses what would make it another run.
 
     Such are other rows, another order or batch size, another base, dtype, optimizer or adapter, and
@@ -103,7 +111,7 @@ def _changed_settings(config: DictConfig, state: Mapping[str, Any]) -> Iterator[
 
 
 def _changed_data(
-    config: DictConfig, state: Mapping[str, Any], batches: BatchLoader
+    config: DictConfig, state: Mapping[str, Any], batches: RowLoader
 ) -> Iterator[_Change]:
     place = state.get("dataloader")
     if place is not None:

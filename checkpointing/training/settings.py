@@ -8,7 +8,7 @@ import torch
 
 from checkpointing.errors import ConfigError
 from checkpointing.nearest import hint
-from checkpointing.training.trainer import TrainingOptions
+from checkpointing.training.options import TrainingOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

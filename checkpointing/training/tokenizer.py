@@ -49,6 +49,7 @@ class ChatTokenizer:
         special = read_special_tokens(directory)
         pad = special.get("pad_token", special.get("eos_token", ""))
         self.pad_id: int = self._tokenizer.token_to_id(pad) or 0
+        self.end_id: int | None = self._tokenizer.token_to_id(special.get("eos_token", ""))
 
     def encode_chat(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and their labels.
@@ -76,6 +77,19 @@ class ChatTokenizer:
             for token, (begin, _) in zip(tokens, encoding.offsets, strict=True)
         ]
         return tokens[: self.max_seq_len], labels[: self.max_seq_len]
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers; never cut.
+
+        Args:
+            messages: each with ``role`` and ``content``; the last one is no answer.
+
+        Raises:
+            ConfigError: if the template refuses the messages.
+        """
+        text = self.template.render(messages, add_generation_prompt=True)
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, special tokens included."""

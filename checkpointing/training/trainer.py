@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +20,12 @@ from tqdm import tqdm
 from checkpointing.errors import CheckpointingError, ConfigError
 from checkpointing.families import FAMILIES
 from checkpointing.save_plan import RUN_KEY, SaveTimes
-from checkpointing.training.batches import Batch, BatchLoader
+from checkpointing.training.batches import Batch
 from checkpointing.training.decoder import TransformerDecoder
 from checkpointing.training.metric_logging import MetricLogger
+from checkpointing.training.options import TrainingOptions
 from checkpointing.training.rng import rng_state, set_rng_state
+from checkpointing.training.row_loader import RowLoader
 from checkpointing.training.schedule import Schedule
 from checkpointing.training.signals import StoppedBySignal, StopSignals
 from checkpointing.training.step_in_backward import step_in_backward
@@ -32,8 +33,17 @@ from checkpointing.training.tokenizer import IGNORED
 
 logger = logging.getLogger(__name__)
 
+Step = Callable[[list[Any], int], dict[str, float]]
+
 # What older checkpoints, and those of other recipes, may lack.
 _OPTIONAL = frozenset({RUN_KEY, "lr_scheduler", "parameter_dtypes"})
+# The numbers of a step beside the progress bar, as far as it has them.
+_SHOWN = {
+    "reward_mean": "reward {:.4f}",
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:.0f} tokens/s",
+}
 
 
 class NonFiniteLossError(CheckpointingError, ArithmeticError):
@@ -70,71 +80,8 @@ class Checkpointer(Protocol):
         """Keeps other processes from saving to the same place while the block runs."""
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How long and how a run trains, and when it saves.
-
-    Attributes:
-        epochs: times that the data is gone through.
-        seed: of the run.
-        max_steps_per_epoch: optimizer steps after which an epoch ends early.
-        gradient_accumulation_steps: batches whose gradients make one optimizer step.
-        clip_grad_norm: largest L2 norm of the gradient of all parameters; ``None``: no limit.
-        save_every_n_steps: save at each such optimizer step too, not only after each epoch.
-        save_adapter_weights_only: write the adapter without the merged model.
-        log_every_n_steps: optimizer steps between two entries in the log.
-        optimizer_in_bwd: each parameter is stepped within the backward pass, and its gradient
-            freed; without a limit on the gradient, whose norm is not known then, and without
-            accumulation.
-        on_save_error: ``stop`` ends the run if the system refuses to write a checkpoint;
-            ``continue`` says so and trains on without it. The last one of a run must be written.
-        stop_deadline_seconds: time that a run has to save and to end when it gets a SIGTERM or
-            SIGINT; ``None``: as long as it takes.
-
-    Raises:
-        ConfigError: if a number is not possible.
-    """
-
-    epochs: int
-    seed: int
-    max_steps_per_epoch: int | None = None
-    gradient_accumulation_steps: int = 1
-    clip_grad_norm: float | None = None
-    save_every_n_steps: int | None = None
-    save_adapter_weights_only: bool = False
-    log_every_n_steps: int = 1
-    optimizer_in_bwd: bool = False
-    on_save_error: str = "stop"
-    stop_deadline_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "gradient_accumulation_steps", "log_every_n_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("max_steps_per_epoch", "save_every_n_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1, or null")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: must be above 0, or null")
-        if self.optimizer_in_bwd and (
-            self.clip_grad_norm is not None or self.gradient_accumulation_steps > 1
-        ):
-            raise ConfigError(
-                f"optimizer_in_bwd=True with clip_grad_norm={self.clip_grad_norm} and "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: gradients are "
-                "gone before their norm is known, and cannot be accumulated; set clip_grad_norm="
-                "null and gradient_accumulation_steps=1, or optimizer_in_bwd=False"
-            )
-        if self.on_save_error not in ("stop", "continue"):
-            raise ConfigError(f"on_save_error={self.on_save_error}: there are continue, stop")
-        deadline = self.stop_deadline_seconds
-        if deadline is not None and not deadline > 0:
-            raise ConfigError(f"stop_deadline_seconds={deadline}: must be above 0, or null")
-
-
 class Trainer:
-    """Trains a decoder on next-token prediction and saves all that is needed to go on.
+    """Trains a decoder, on next-token prediction or as it is told, and saves all to go on with.
 
     A step of the optimizer uses ``gradient_accumulation_steps`` batches; the last one of an epoch
     uses what is left. The loss of a step is the mean over all labelled tokens of its batches.
@@ -155,18 +102,22 @@ class Trainer:
             ``adapter_config``), when one is to be written.
         device: where the model is.
         record: what the run is (:func:`~checkpointing.training.run_record`), kept in checkpoints.
+        step: takes one step of a run, given its batches and its number, counted from 1; returns
+            its numbers, ``loss``, ``lr`` and ``tokens_per_second`` among them. ``None``: for
+            next-token prediction.
     """
 
     def __init__(
         self,
         model: TransformerDecoder,
         optimizer: Optimizer,
-        batches: BatchLoader,
+        batches: RowLoader,
         options: TrainingOptions,
         checkpointer: Checkpointer,
         weights: Callable[[], dict[str, Any]],
         device: torch.device,
         record: Mapping[str, Any] | None = None,
+        step: Step | None = None,
     ) -> None:
         if FAMILIES[model.config.family].task_type != "CAUSAL_LM":
             raise ConfigError(
@@ -181,6 +132,7 @@ class Trainer:
         self._weights = weights
         self._device = device
         self._record = record
+        self._take_step = step or self._next_token_step
         self._trained = [p for p in model.parameters() if p.requires_grad]
         if options.optimizer_in_bwd:
             step_in_backward(optimizer)
@@ -252,17 +204,14 @@ class Trainer:
         ) as bar:
             while self._steps_in_epoch < self.steps_per_epoch:
                 group = list(islice(batches, self._options.gradient_accumulation_steps))
-                metrics = self._metrics = self._step(group)
+                metrics = self._metrics = self._take_step(group, self.steps_run + 1)
                 self._schedule.step(metrics["loss"])
                 self.steps_run += 1
                 self._steps_in_epoch += 1
                 with self._save_errors():
                     self._checkpointer.wait(block=False)
                 bar.update()
-                bar.set_postfix_str(
-                    f"loss {metrics['loss']:.4f}, lr {metrics['lr']:.2e}, "
-                    f"{metrics['tokens_per_second']:.0f} tokens/s"
-                )
+                bar.set_postfix_str(_shown(metrics))
                 if self.steps_run % self._options.log_every_n_steps == 0:
                     metric_logger.log_dict({**metrics, **self._save_times()}, self.steps_run)
                 if self._steps_in_epoch == self.steps_per_epoch:
@@ -280,10 +229,9 @@ class Trainer:
         is_last = self.epochs_run == self._options.epochs or stop.received is not None
         self._save(epoch, "epoch", is_last)
 
-    def _step(self, group: list[Batch]) -> dict[str, float]:
+    def _next_token_step(self, group: list[Batch], number: int) -> dict[str, float]:
         """One step of the optimizer; returns its numbers."""
         started = time.perf_counter()
-        number = self.steps_run + 1
         lr = self._optimizer.param_groups[0]["lr"]
         group = [batch.to(self._device) for batch in group]
         labelled = sum((batch.labels[:, 1:] != IGNORED).sum() for batch in group)
@@ -292,14 +240,14 @@ class Trainer:
         for batch in group:
             part = summed_loss(self._model, batch) / labelled
             if self._options.optimizer_in_bwd:
-                _check_finite(part, "loss", number)
+                check_finite(part, "loss", number)
             part.backward()
             loss += part.detach()
-        _check_finite(loss, "loss", number)
+        check_finite(loss, "loss", number)
         norms = {}
         if not self._options.optimizer_in_bwd:
-            norm = self._gradient_norm()
-            _check_finite(norm, "gradient norm", number)
+            norm = clip_gradient(self._trained, self._options.clip_grad_norm)
+            check_finite(norm, "gradient norm", number)
             norms = {"grad_norm": norm.item()}
             self._optimizer.step()
         seconds = time.perf_counter() - started
@@ -309,12 +257,6 @@ class Trainer:
             **norms,
             "tokens_per_second": sum(batch.num_tokens for batch in group) / seconds,
         }
-
-    def _gradient_norm(self) -> Tensor:
-        """L2 norm of the gradient of all parameters, before it is clipped as the options ask."""
-        if self._options.clip_grad_norm is not None:
-            return clip_grad_norm_(self._trained, self._options.clip_grad_norm)
-        return get_total_norm([p.grad for p in self._trained if p.grad is not None])
 
     def _save(self, epoch: int, prefix: str, is_last: bool) -> None:
         with self._save_errors():
@@ -466,7 +408,28 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _check_finite(value: Tensor, what: str, step: int) -> None:
+def _shown(metrics: Mapping[str, float]) -> str:
+    return ", ".join(text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics)
+
+
+def clip_gradient(parameters: Sequence[Tensor], limit: float | None) -> Tensor:
+    """Clips the gradient of all parameters together, and returns its L2 norm before that.
+
+    Args:
+        parameters: that have a gradient or none.
+        limit: largest norm; ``None``: the gradient stays as it is.
+    """
+    if limit is not None:
+        return clip_grad_norm_(parameters, limit)
+    return get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def check_finite(value: Tensor, what: str, step: int) -> None:
+    """Makes sure that a step may be taken.
+
+    Raises:
+        NonFiniteLossError: if a value, such as the loss, is infinite or not a number.
+    """
     if not torch.isfinite(value):
         raise NonFiniteLossError(
             f"the {what} of step {step} is {value.item()}; the step is not taken and nothing is "

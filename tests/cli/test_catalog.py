@@ -1,5 +1,6 @@
 """`tune ls`, `tune cp` and `tune cat`: the shipped recipes and configs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,35 @@ def test_ls_shows_every_recipe_with_its_configs_and_descriptions_below() -> None
     blocks = [block.splitlines() for block in done.stdout.strip().split("\n\n")]
     names = [[line.split()[0] for line in block] for block in blocks]
     files = [path.relative_to(ROOT / "configs") for path in ROOT.glob("configs/*/*.yaml")]
-    assert len(files) == 67 and all(path.stem.endswith("_single_device") for path in files)
+    assert len(files) == 68 and all(path.stem.endswith("_single_device") for path in files)
+    kinds = {
+        "full_finetune_single_device": "full_single_device",
+        "grpo_lora_single_device": "grpo_lora_single_device",
+        "lora_finetune_single_device": "lora_single_device",
+    }
     assert names == [
-        [
-            f"{kind}_finetune_single_device",
-            *sorted(str(path.with_suffix("")) for path in files if f"{kind}_" in path.name),
-        ]
-        for kind in ("full", "lora")
+        [recipe, *sorted(str(path.with_suffix("")) for path in files if kind == _kind(path))]
+        for recipe, kind in kinds.items()
     ]
     assert all(len(line.split()) > 3 for block in blocks for line in block)
+
+
+def _kind(config: Path) -> str:
+    """A config's name without the size of the model, such as 135M or mini_128k."""
+    return re.sub(r"^.*?_q?(?=full_|lora_|grpo_)", "", config.stem)
 
 
 def test_every_config_belongs_to_the_recipe_that_its_name_tells() -> None:
     assert {recipe.name for recipe in recipes()} == {
         "full_finetune_single_device",
+        "grpo_lora_single_device",
         "lora_finetune_single_device",
     }
     for config in configs():
         recipe = recipe_of(config.name)
         assert recipe is not None
-        assert ("lora" in recipe.name) == ("lora" in config.name)
+        for word in ("lora", "grpo"):
+            assert (word in recipe.name) == (word in config.name)
 
 
 @pytest.mark.parametrize(

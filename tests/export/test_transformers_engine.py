@@ -141,6 +141,15 @@ def test_completions_have_the_logprobs_of_the_model_that_wrote_them(tmp_path):
     assert all(one == other for one, other in greedy)
 
 
+def test_what_the_checkpoint_proposes_for_chats_is_not_the_policy():
+    sampling = Sampling(9, temperature=0)
+    plain = TransformersEngine(peer("llama")).generate(SEQUENCES, 1, sampling)
+    model = peer("llama")
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.suppress_tokens = [plain[0][0].tokens[0]]
+    assert TransformersEngine(model).generate(SEQUENCES, 1, sampling) == plain
+
+
 def test_an_error_in_a_stream_is_told_and_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     model = live_model(tmp_path)
     engine = TransformersEngine(peer("llama"))

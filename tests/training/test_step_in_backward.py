@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from checkpointing.errors import ConfigError
+from checkpointing.training.options import TrainingOptions
 from checkpointing.training.step_in_backward import step_in_backward
-from checkpointing.training.trainer import TrainingOptions
 from tests.training import runs
 
 ALONE = ("gradient_accumulation_steps=1", "clip_grad_norm=null")

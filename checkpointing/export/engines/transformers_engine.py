@@ -27,7 +27,12 @@ class TransformersEngine:
     needs_tied_head = False
 
     def __init__(self, model: Any, pad_token_id: int = 0) -> None:
+        from transformers import GenerationConfig
+
         self._model = model.eval()
+        # What a checkpoint proposes for chats, such as a penalty on repetition, would draw from
+        # another distribution than the model's.
+        self._model.generation_config = GenerationConfig()
         self._pad = pad_token_id
         self._adapter: str | None = None
         self._is_whole = True
