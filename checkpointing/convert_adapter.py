@@ -25,7 +25,7 @@ from checkpointing.formats.detect import find_model
 from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.meta import PARAMS_NAME
 from checkpointing.mapping.tensors import TensorSource
-from checkpointing.nf4 import QUANTIZED_BASE_KEY
+from checkpointing.nf4 import PEFT_NOTE, QUANTIZED_BASE_KEY
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
 from checkpointing.storage.fingerprint import fingerprint
 from checkpointing.storage.mirror import local, origin_of
@@ -177,12 +177,7 @@ def _facts(adapter: AdapterCheckpoint, model: OpenModel, base: Path, to: str) ->
 
 
 def _notes(adapter: AdapterCheckpoint) -> list[str]:
-    if adapter.base_rounding is None:
-        return []
-    return [
-        "the adapter was trained on the base rounded to NF4, which PEFT's form does not say: load "
-        "the base so rounded, or use the merged model (`tune merge`)"
-    ]
+    return [] if adapter.base_rounding is None else [PEFT_NOTE]
 
 
 def write_adapter(plan: AdapterToWrite, destination: str | Path, overwrite: bool = False) -> None:

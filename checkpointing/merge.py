@@ -142,7 +142,9 @@ class MeasuredMerge(MergedStateDict):
             stored = exact.to(weight.dtype)
         else:
             stored = merged_weight(weight, lora_a, lora_b, scale, magnitude)
-        rows = slice(None, None, self._sampled if weight.shape[-2] >= _MANY_ROWS else 1)
+        # Of all of it: what is given may be a few rows of a large weight.
+        many = self.metas[self._weight_of(module)].shape[-2] >= _MANY_ROWS
+        rows = slice(None, None, self._sampled if many else 1)
         one = _survival(weight[..., rows, :], exact[..., rows, :], stored[..., rows, :])
         self._measured.append((module, one))
         return stored

@@ -22,6 +22,10 @@ from checkpointing.mapping.tensors import (
 )
 
 QUANTIZED_BASE_KEY = "quantized_base"
+PEFT_NOTE = (
+    "the adapter was trained on the base rounded to NF4, which PEFT's form does not say: load the "
+    "base so rounded, or use the merged model (`tune merge`)"
+)
 
 # At most so many elements share a scale, and so many scales a scale of theirs, as in the paper.
 _BLOCK = 64
@@ -115,7 +119,7 @@ def dequantized(state_dict: Mapping[str, Tensor]) -> LazyTensors:
 
     def rows(name: str) -> Rows:
         tensor = state_dict[name]
-        if not _is_nf4(tensor):
+        if not is_nf4(tensor):
             return source.rows(name)
         # `to` with a dtype dequantises it.
         return Rows.whole(tuple(tensor.shape), lambda: tensor.to(tensor.dtype))
@@ -123,7 +127,8 @@ def dequantized(state_dict: Mapping[str, Tensor]) -> LazyTensors:
     return LazyTensors(source.metas, {name: partial(rows, name) for name in state_dict})
 
 
-def _is_nf4(tensor: Tensor) -> bool:
+def is_nf4(tensor: Tensor) -> bool:
+    """Whether a tensor is torchao's ``NF4Tensor``, or a parameter of one."""
     # By its name: its class has moved, and importing it takes long.
     return type(tensor.detach()).__name__ == "NF4Tensor"
 

@@ -48,6 +48,20 @@ def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
     assert (tmp_path / "out" / "lora" / "epoch_0" / "merged" / "config.json").exists()
 
 
+def test_the_code_in_docs_rollout_runs_from_top_to_bottom(tmp_path):
+    save_adapter(write_hf(hf_model(config()), tmp_path / "base"), tmp_path / "out" / "lora")
+    code = blocks("docs/rollout.md", "python")
+    assert len(code) == 4
+    run = subprocess.run(
+        [sys.executable, "-c", "".join(code)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_commands_in_docs_convert_run_as_they_stand(tmp_path, monkeypatch):
     from checkpointing.cli.main import main
 
@@ -83,6 +97,7 @@ def save_adapter(base: Path, output_dir: Path) -> None:
         "docs/performance.md",
         "docs/push.md",
         "docs/remote.md",
+        "docs/rollout.md",
     ],
 )
 def test_links_between_the_documents_lead_somewhere(document):

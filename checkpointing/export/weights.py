@@ -19,7 +19,7 @@ from checkpointing.formats.base import OpenModel, native_layout, plan_foreign
 from checkpointing.mapping.tensors import LazyTensors, TensorSource, as_source, cast
 from checkpointing.mapping.ties import tied_names
 from checkpointing.merge import MeasuredMerge, plan_merge
-from checkpointing.nf4 import dequantized
+from checkpointing.nf4 import PEFT_NOTE, dequantized, is_nf4
 from checkpointing.training.decoder import TransformerDecoder
 from checkpointing.training.lora import adapter_state_dict, base_state_dict
 
@@ -111,7 +111,8 @@ def adapter_stream(
     live: tuple[Tensor, ...] = ()
     if isinstance(model, TransformerDecoder):
         peft = _peft_live(model, base, form)
-        notes = peft.notes
+        in_nf4 = any(map(is_nf4, model.parameters()))
+        notes = (*peft.notes, *([PEFT_NOTE] if in_nf4 else []))
         device, live = _device_of(model), tuple(model.parameters())
     else:
         plan = plan_adapter_conversion(model, "peft", base, form)

@@ -59,7 +59,7 @@ def vllm_engine(
 
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
-        from vllm import LLM  # type: ignore[import-not-found]
+        from vllm import LLM
     except ImportError as error:
         raise ConfigError(
             f"this engine needs vLLM, which cannot be imported ({error}): pip install vllm, or set "

@@ -15,7 +15,7 @@ from checkpointing.storage.write import plan_shards
 
 # What one thread loads at a time: large enough to be worth a job, and small enough that all threads
 # end at about the same time.
-_JOB = 32 << 20
+_JOB = 8 << 20
 # What is copied at a time: views take no memory, and what is computed takes some for each thread.
 _VIEWED, _COMPUTED = 1 << 20, 1 << 18
 

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from checkpointing import FullModelHFCheckpointer
 from tests.benchmarks.durable import files_of
 from tests.benchmarks.models import Checkpoints
+from tests.benchmarks.processes import Processes
 from tests.benchmarks.rows import (
     Against,
     Check,
@@ -25,6 +26,7 @@ from tests.benchmarks.rows import (
 _MIB = 1 << 20
 _SAVE_MEMORY = 64 * _MIB
 _MEMORY_LIMIT = 512 * _MIB
+_EXPORTS = 5
 
 
 def load(c: Checkpoints) -> Group:
@@ -290,6 +292,48 @@ def growth(c: Checkpoints) -> Group:
     )
 
 
+def stream(c: Checkpoints) -> Group:
+    """All weights of a live model with its adapter, for an engine, and the adapter alone."""
+    digested, plain = (
+        task("ours", "stream", base=c.base, adapter=c.adapter, digests=digests)
+        for digests in (True, False)
+    )
+    fresh, again = (
+        [
+            task("raw_jobs", "copy_tensors", directory=c.base, threads=threads, fresh=is_fresh)
+            for threads in (2, 1)
+        ]
+        for is_fresh in (True, False)
+    )
+    peft = task("peft_jobs", "stream", base=c.base, adapter=c.adapter)
+    against = (
+        _against("memcpy, fresh memory", fresh, 0.5),
+        _against("memcpy, the same memory", again),
+        _against("PEFT", peft, 3),
+    )
+    sync = task("ours", "sync_adapter", base=c.smollm2, adapter=c.smollm2_adapter)
+    drifts = {
+        name: task(side, "drift", base=c.base, adapter=c.adapter, exports=_EXPORTS)
+        for name, side in (("ours", "ours"), ("PEFT", "peft_jobs"))
+    }
+    window = max(c.size.largest_bytes, _SAVE_MEMORY)
+    return Group(
+        rows=(
+            Row("stream", Figure(digested), against),
+            Row("stream without digests", Figure(plain), against),
+            Row("sync an adapter, SmolLM2-135M", Figure(sync), at_most=0.050),
+        ),
+        memory=(
+            MemoryRow("stream", digested, window + _SAVE_MEMORY),
+            MemoryRow("stream, PEFT", peft),
+        ),
+        checks=tuple(
+            Check(f"base changed by {_EXPORTS} exports, {name}", partial(_drift, each))
+            for name, each in drifts.items()
+        ),
+    )
+
+
 GROUPS = {
     "load": load,
     "cold": cold,
@@ -304,6 +348,7 @@ GROUPS = {
     "sharded": sharded,
     "limits": limits,
     "growth": growth,
+    "stream": stream,
 }
 
 
@@ -339,3 +384,8 @@ def _contents(directory: Path) -> str:
     files = files_of(directory)
     nbytes = sum(path.stat().st_size for path in files)
     return f"{len(files)} files, {nbytes:,} bytes"
+
+
+def _drift(drift: Task) -> str:
+    with Processes({}).fresh(drift.side) as process:
+        return f"{process.run(drift)['changed']:.2%} of the weights"

@@ -108,34 +108,22 @@ class Checkpoints:
     @cached_property
     def base(self) -> Path:
         """The model as transformers writes it, in two files."""
-        directory = self.directory / "base"
-        with torch.device("meta"):
-            model = LlamaForCausalLM(self.size.to_config()).to(torch.bfloat16)
-        model = model.to_empty(device="cpu")
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            parameter.data.normal_(std=0.02)
-        model.tie_weights()
-        model.save_pretrained(directory, max_shard_size=_half(self.size))
-        sync_tree(directory)
-        return directory
+        return _write_base(self.size.to_config(), self.directory / "base", _half(self.size))
 
     @cached_property
     def adapter(self) -> Path:
         """LoRA of rank 16 on every linear module, as PEFT writes it."""
-        directory = self.directory / "adapter"
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.bfloat16)
-        config = LoraConfig(
-            r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        adapted = get_peft_model(model, config)
-        torch.manual_seed(2)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.02)
-        adapted.save_pretrained(directory)
-        sync_tree(directory)
-        return directory
+        return _write_adapter(self.base, self.directory / "adapter")
+
+    @cached_property
+    def smollm2(self) -> Path:
+        """A model of SmolLM2-135M's shape, whatever the size of the others."""
+        return _write_base(_smollm2_config(), self.directory / "smollm2", "5GB")
+
+    @cached_property
+    def smollm2_adapter(self) -> Path:
+        """LoRA of rank 16 on every linear module of it."""
+        return _write_adapter(self.smollm2, self.directory / "smollm2_adapter")
 
     @cached_property
     def native_adapter(self) -> Path:
@@ -164,3 +152,47 @@ def _half(size: Size) -> int:
     """A limit that cuts the model into two files."""
     # The embedding comes first, then one layer after the other.
     return max(size.model_bytes * 11 // 20, size.largest_bytes + size.layer_bytes)
+
+
+def _smollm2_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+    )
+
+
+def _write_base(config: LlamaConfig, directory: Path, max_shard_size: int | str) -> Path:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.tie_weights()
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    sync_tree(directory)
+    return directory
+
+
+def _write_adapter(base: Path, directory: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    config = LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    adapted = get_peft_model(model, config)
+    torch.manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.02)
+    adapted.save_pretrained(directory)
+    sync_tree(directory)
+    return directory

@@ -21,8 +21,19 @@ from checkpointing import (
     MergedStateDict,
 )
 from checkpointing.convert import plan_conversion, write_model
+from checkpointing.export import merged_stream
+from checkpointing.export.engines import RolloutEngine, sync
+from checkpointing.export.engines.transformers_engine import TransformersEngine
 from checkpointing.merge import plan_merge
+from checkpointing.training import (
+    TransformerDecoder,
+    add_adapter,
+    base_state_dict,
+    build_decoder,
+    load_adapter,
+)
 from checkpointing.verify import verify
+from tests.benchmarks.drift import changed_share
 from tests.benchmarks.durable import chill, cleared, warm
 from tests.benchmarks.figures import Figures
 from tests.benchmarks.models import MODEL_TYPE
@@ -235,3 +246,55 @@ def _training_step() -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+@cache
+def _live(base: str, adapter: str) -> TransformerDecoder:
+    """A native model with an adapter, as a trainer holds it."""
+    checkpointer = _checkpointer("hf", base, adapter_checkpoint=adapter)
+    state = checkpointer.load_checkpoint()
+    model = build_decoder(checkpointer.model_config, state["model"], torch.bfloat16)
+    add_adapter(model, AdapterConfig.from_state(state["adapter_config"]))
+    load_adapter(model, state["adapter"])
+    return model
+
+
+def stream(base: str, adapter: str, digests: bool = True) -> Callable[[], Any]:
+    """Reads all merged weights of a live model, and lets go of each."""
+    model = _live(base, adapter)
+    return lambda: _export(model, digests)
+
+
+def _export(model: TransformerDecoder, digests: bool) -> None:
+    for _, tensor in merged_stream(model, digests=digests):
+        del tensor
+
+
+def drift(base: str, adapter: str, exports: int) -> Callable[[], Any]:
+    """Share of the base's weights that are others after so many exports."""
+    model = _live(base, adapter)
+    before = {name: weight.clone() for name, weight in base_state_dict(model).items()}
+
+    def run() -> Figures:
+        for _ in range(exports):
+            _export(model, digests=False)
+        return Figures(changed=changed_share(before, base_state_dict(model)))
+
+    return run
+
+
+@cache
+def _transformers(base: str) -> RolloutEngine:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    return TransformersEngine(model)
+
+
+def sync_adapter(base: str, adapter: str) -> Callable[[], Any]:
+    """Gives a model of transformers in the same process the next version of an adapter."""
+    model, engine = _live(base, adapter), _transformers(base)
+    if engine.version < 0:
+        # The first makes room for it.
+        sync(model, engine, "adapter", 0, base)
+    return lambda: sync(model, engine, "adapter", engine.version + 1, base)

@@ -1,6 +1,8 @@
 """What the machine itself can do: reading, writing and copying bytes, and starting Python."""
 
 import ctypes
+import json
+import mmap
 import os
 import subprocess
 import sys
@@ -169,3 +171,53 @@ def start_python(code: str) -> Callable[[], Any]:
     """A process that runs code and ends."""
     command = [sys.executable, "-P", "-c", code]
     return lambda: subprocess.run(command, check=True)
+
+
+def copy_tensors(directory: str, threads: int, fresh: bool) -> Callable[[], Any]:
+    """Copies the tensors of a directory's files, which are in memory, one after the other.
+
+    Args:
+        directory: whose files are copied.
+        threads: each of which copies a part of every tensor.
+        fresh: each into memory that the system gives for it and gets back; else all into the same.
+    """
+    sources = _tensors(directory)
+    kept = bytearray(max(map(len, sources)))
+
+    def run() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            for source in sources:
+                _copy(_fresh(len(source)) if fresh else kept, source, threads, pool)
+
+    return run
+
+
+def _copy(target: Any, source: memoryview, threads: int, pool: ThreadPoolExecutor) -> None:
+    to, begin = _address(target), _address(source)
+    bounds = [len(source) * part // threads for part in range(threads + 1)]
+
+    def part(start: int, stop: int) -> None:
+        ctypes.memmove(to + start, begin + start, stop - start)
+
+    list(pool.map(part, bounds, bounds[1:]))
+
+
+def _fresh(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _address(buffer: Any) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _tensors(directory: str) -> list[memoryview]:
+    """Each tensor's bytes (https://github.com/huggingface/safetensors#format)."""
+    found = []
+    for name, data in _contents(directory).items():
+        if name.endswith(".safetensors"):
+            start = 8 + int.from_bytes(data[:8], "little")
+            for key, entry in json.loads(bytes(data[8:start])).items():
+                if key != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    found.append(data[start + begin : start + end])
+    return found

@@ -307,6 +307,7 @@ def test_another_dtype_is_rounded_once(tmp_path, dtype):
 
 def test_a_base_in_nf4_gives_the_numbers_that_it_stands_for(tmp_path):
     model = nf4_model(tmp_path, ("v_proj", "w1"))
+    assert "rounded to NF4" in adapter_stream(model, tmp_path).report()
     found = dict(merged_stream(model))
     for number, layer in enumerate(model.layers):
         for module, name in (

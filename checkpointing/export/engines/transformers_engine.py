@@ -35,6 +35,9 @@ class TransformersEngine:
         self._model.generation_config = GenerationConfig()
         self._pad = pad_token_id
         self._adapter: str | None = None
+        # Of the adapter: its config, and its parameters by the names that PEFT saves them under.
+        self._config: dict[str, Any] | None = None
+        self._places: dict[str, Tensor] = {}
         self._is_whole = True
         self.version = -1
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -87,19 +90,40 @@ class TransformersEngine:
             ConfigError: if PEFT is not installed.
         """
         try:
-            from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+            from peft import (
+                LoraConfig,
+                get_peft_model,
+                get_peft_model_state_dict,
+                set_peft_model_state_dict,
+            )
         except ImportError as error:
             raise ConfigError("an adapter in transformers needs PEFT: pip install peft") from error
 
         assert stream.adapter_config is not None
+        tensors = dict(stream)
+        if self._takes(tensors, stream.adapter_config):
+            for key, tensor in tensors.items():
+                self._places[key].copy_(tensor)
+            self.version = stream.version
+            return
         name = f"version_{stream.version}"
         fields = {k: v for k, v in stream.adapter_config.items() if k not in ("peft_type",)}
         config = LoraConfig(**fields)
-        if self._adapter is None:
-            self._model = get_peft_model(self._model, config, adapter_name=name)
-        else:
-            self._model.add_adapter(name, config)
-        result = set_peft_model_state_dict(self._model, dict(stream), adapter_name=name)
+        try:
+            if self._adapter is None:
+                self._model = get_peft_model(self._model, config, adapter_name=name)
+            else:
+                self._model.add_adapter(name, config)
+            result = set_peft_model_state_dict(self._model, tensors, adapter_name=name)
+        except (RuntimeError, ValueError) as error:
+            # PEFT's for names, and for shapes, that the base has not.
+            if name in getattr(self._model, "peft_config", {}):
+                self._drop(name)
+            raise TensorMismatchError(
+                "loading an adapter into transformers",
+                [line.strip() for line in str(error).splitlines()],
+                "Start the engine with the base that is trained here.",
+            ) from error
         missing = [key for key in result.missing_keys if f".{name}" in key]
         if missing or result.unexpected_keys:
             self._drop(name)
@@ -116,6 +140,19 @@ class TransformersEngine:
         self._adapter = name
         self._model.eval()
         self.version = stream.version
+        self._config = stream.adapter_config
+        memory = {p.data_ptr(): p for p in self._model.parameters()}
+        saved = get_peft_model_state_dict(self._model, adapter_name=name)
+        self._places = {k: memory[t.data_ptr()] for k, t in saved.items() if t.data_ptr() in memory}
+
+    def _takes(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+        """Whether an adapter can be copied over the one that the engine holds."""
+        return (
+            self._adapter is not None
+            and config == self._config
+            and {k: t.shape for k, t in tensors.items()}
+            == {k: p.shape for k, p in self._places.items()}
+        )
 
     def _drop(self, name: str) -> None:
         """Takes a refused adapter away, so that all is as it was."""

@@ -114,7 +114,7 @@ class VLLMEngine:
                 holds merged weights, or is at work.
             WriteError: if the adapter's directory cannot be written.
         """
-        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+        from vllm.lora.request import LoRARequest
 
         self._check_adapter(stream)
         self._forget_prefixes()
@@ -251,7 +251,7 @@ class VLLMEngine:
         settings: Mapping[str, Any],
         seeds: Sequence[int] | None = None,
     ) -> Any:
-        from vllm import SamplingParams  # type: ignore[import-not-found]
+        from vllm import SamplingParams
 
         if self._is_half_loaded:
             raise UnusableEngineError(
