@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from checkpointing.errors import CheckpointingError, TensorMismatchError
+from checkpointing.export.memory import Memory
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
 from checkpointing.merge import MeasuredMerge, Survival
 from checkpointing.storage.digest import checksum_of
 from checkpointing.storage.load import copy_into
 from checkpointing.storage.tensor_bytes import tensor_bytes
+from checkpointing.storage.threads import Check, run
 from checkpointing.storage.write import plan_shards
 
 # What is computed at a time: enough for several threads, and little beside a model.
 _WINDOW = 64 << 20
+# What one thread digests at a time.
+_DIGESTED = 16 << 20
 # Above this ``‖M - W - U‖ / ‖U‖``, what an engine computes is noticeably not what was trained.
 _MUCH_LOST = 0.1
 
@@ -170,27 +174,34 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     def _run(self) -> Generator[tuple[str, Tensor], None, None]:
         check = _unchanged(self._content.live)
+        memory = Memory(self._content.device, 2 * _WINDOW)
         for names in plan_shards(self.metas, _WINDOW):
             check()
-            window = self._computed(names)
+            window = self._computed(names, memory)
             check()
+            digests = self._digested(window) if self._takes_digests else {}
             for name in names:
                 if self._takes_digests:
-                    self.digests[name] = checksum_of([tensor_bytes(window[name])])
+                    self.digests[name] = digests[name]
                 self._handed_out += 1
                 # No name here for what is handed out, so that it is freed when the reader is done.
                 yield name, window.pop(name)
 
-    def _computed(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _computed(self, names: Sequence[str], memory: Memory) -> dict[str, Tensor]:
         source = self._content.source
         metas = {name: self.metas[name] for name in names}
         some = LazyTensors(metas, {name: partial(source.rows, name) for name in names})
-        window = {
-            name: torch.empty(meta.shape, dtype=meta.dtype, device=self._content.device)
-            for name, meta in metas.items()
-        }
+        window = {name: memory.empty(meta) for name, meta in metas.items()}
         copy_into(window, some, "streaming weights", lambda nbytes: None)
         return window
+
+    def _digested(self, window: Mapping[str, Tensor]) -> dict[str, str]:
+        def digest(names: Sequence[str], check: Check) -> dict[str, str]:
+            return {name: checksum_of([tensor_bytes(window[name])]) for name in names}
+
+        metas = {name: self.metas[name] for name in window}
+        jobs = [partial(digest, names) for names in plan_shards(metas, _DIGESTED)]
+        return {name: found for some in run(jobs) for name, found in some.items()}
 
 
 def _unchanged(tensors: Sequence[Tensor]) -> Callable[[], None]:

@@ -236,11 +236,16 @@ def _check_name(name: str, known: set[str], what: str) -> None:
 
 
 def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from _update_parameters(model)
+    yield from trained_copies(model)
+
+
+def _update_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of the adapter, without what is trained whole."""
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear | LoRAEmbedding | LoRAGroupedExperts):
             for own, parameter in module.adapter_parameters():
                 yield f"{name}.{own}", parameter
-    yield from trained_copies(model)
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -262,8 +267,7 @@ def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
             "the model is merged in place, so that its base is not at hand, and an adapter would "
             "be added twice: save, stream and merge outside of that block"
         )
-    whole = dict(trained_copies(model))
-    adapter = dict(_adapter_parameters(model)).keys() - whole.keys()
+    adapter = dict(_update_parameters(model))
     return {name: tensor for name, tensor in tensors_of_base(model).items() if name not in adapter}
 
 

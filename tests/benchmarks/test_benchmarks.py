@@ -74,6 +74,13 @@ ROWS = {
     "sharded": ["save HF from 2 ranks"],
     "limits": ["merge HF", "convert hf -> meta", "convert hf -> tune", "convert meta -> hf"],
     "growth": ["load", "save HF", "convert hf -> meta", "merge HF"],
+    "stream": [
+        "stream",
+        "stream without digests",
+        "sync an adapter, SmolLM2-135M",
+        "stream, PEFT",
+        "base changed by 5 exports, ours",
+    ],
 }
 
 
