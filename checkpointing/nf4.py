@@ -130,7 +130,7 @@ def dequantized(state_dict: Mapping[str, Tensor]) -> LazyTensors:
 def is_nf4(tensor: Tensor) -> bool:
     """Whether a tensor is torchao's ``NF4Tensor``, or a parameter of one."""
     # By its name: its class has moved, and importing it takes long.
-    return type(tensor.detach()).__name__ == "NF4Tensor"
+    return type(tensor).__name__ == "NF4Tensor"
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]]) -> None:

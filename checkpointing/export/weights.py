@@ -111,9 +111,9 @@ def adapter_stream(
     live: tuple[Tensor, ...] = ()
     if isinstance(model, TransformerDecoder):
         peft = _peft_live(model, base, form)
-        in_nf4 = any(map(is_nf4, model.parameters()))
-        notes = (*peft.notes, *([PEFT_NOTE] if in_nf4 else []))
-        device, live = _device_of(model), tuple(model.parameters())
+        live = tuple(model.parameters())
+        notes = (*peft.notes, *([PEFT_NOTE] if any(map(is_nf4, live)) else []))
+        device = _device_of(model)
     else:
         plan = plan_adapter_conversion(model, "peft", base, form)
         assert plan.peft is not None  # it is what was asked for
