@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.peft import PeftAdapter, to_peft
+from checkpointing.adapters.peft_whole import CLASSIFIER
 from checkpointing.convert import plan_conversion
 from checkpointing.convert_adapter import plan_adapter_conversion
 from checkpointing.errors import ConfigError
 from checkpointing.export.stream import Content, WeightStream
 from checkpointing.families import FAMILIES
-from checkpointing.formats.base import OpenModel, native_layout, plan_foreign
+from checkpointing.formats.base import OpenModel, layout_of, plan_foreign
 from checkpointing.mapping.tensors import LazyTensors, TensorSource, as_source, cast
 from checkpointing.mapping.ties import tied_names
 from checkpointing.merge import MeasuredMerge, plan_merge
@@ -172,10 +173,12 @@ def _peft_live(model: TransformerDecoder, base: str | Path | None, form: str) ->
         raise ConfigError(
             "base: give the repository or directory of the model's base, which PEFT's config names"
         )
-    opened = _opened(model)
-    layout = native_layout(opened.native, opened, _HF)
+    layout = layout_of(model.config.family, _HF, model.config.dims)
+    # Of no other base are the weights needed.
+    has_head = layout.family.task_type == CLASSIFIER
+    native = dequantized(base_state_dict(model)) if has_head else None
     adapter = as_source(adapter_state_dict(model))
-    return to_peft(adapter, config_of(model), layout, str(base), form, opened.native)
+    return to_peft(adapter, config_of(model), layout, str(base), form, native)
 
 
 def _opened(model: TransformerDecoder) -> OpenModel:
