@@ -23,7 +23,6 @@ from checkpointing.training import adapter_state_dict, base_state_dict, build_de
 from tests.export.live import ALL, KINDS, bits, live_model, nf4_model, shake, snapshot
 from tests.families.variants import IN_FP64, VARIANTS, compared, tokens
 
-
 IN_PEFT = ("llama", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "llama_classifier")
 
 
