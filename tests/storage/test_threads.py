@@ -128,7 +128,15 @@ def test_the_first_of_several_causes_in_the_order_of_the_jobs_is_raised(several)
         run([partial(job, error=KeyError()), partial(job, error=IndexError())])
 
 
-def test_what_interrupts_the_main_thread_stops_the_others(several):
+@pytest.fixture
+def interruptible():
+    """Also where the tests run in the background, which the shell starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_what_interrupts_the_main_thread_stops_the_others(several, interruptible):
     ended, running = [], threading.active_count()
 
     def interrupt(check):
