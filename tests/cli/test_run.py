@@ -1,5 +1,6 @@
 """`tune run` and `tune validate`, with recipes and configs of the user's own and shipped ones."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -54,6 +55,8 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def import_state_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is large is imported before, since some of it cannot be imported twice.
+    importlib.import_module("checkpointing.training")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
@@ -161,6 +164,8 @@ def test_after_ctrl_c_a_line_says_how_to_go_on_and_the_exit_code_is_130(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Not ignored, as a shell has it for what it runs in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
