@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -90,6 +90,8 @@ def trained_tensors(names: Iterable[str]) -> dict[str, list[str]]:
     return modules
 
 
+# The names of an adapter are asked for several times, at each sync of an engine.
+@lru_cache(maxsize=1 << 14)
 def _module_and_kind(name: str) -> tuple[str, AdapterKind] | None:
     for kind in ADAPTER_KINDS:
         for parameter in kind.parameters:

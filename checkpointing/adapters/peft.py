@@ -277,7 +277,9 @@ def _exact(
         name = bare.get(module.name, module.name)
         ranks[name] = rank = module.rank(config)
         alphas[name], scale = _shared_alpha(module, config)
-        factors = {part: _fold_factor(config.scale(part.native), scale) for part in module.parts}
+        factors = {
+            part.native: _fold_factor(config.scale(part.native), scale) for part in module.parts
+        }
         tensors.add(module, rank, factors)
     fields = {
         "r": config.r,
@@ -308,7 +310,8 @@ def _portable(
     tensors = _Tensors(adapter, config)
     for module in modules:
         factors = {
-            part: _fold_factor(config.scale(part.native), alpha / rank) for part in module.parts
+            part.native: _fold_factor(config.scale(part.native), alpha / rank)
+            for part in module.parts
         }
         tensors.add(module, rank, factors)
     fields = {
@@ -356,18 +359,18 @@ class _Tensors:
         self._metas: dict[str, TensorMeta] = {}
         self._compute: dict[str, Callable[[], Tensor]] = {}
 
-    def add(self, module: _ForeignModule, rank: int, factors: Mapping[ModulePair, float]) -> None:
+    def add(self, module: _ForeignModule, rank: int, factors: Mapping[str, float]) -> None:
         """Adds A and B, padded with zeros to a rank, and what else the adapter has.
 
         Args:
             module: the module; all zeros if none of its parts carries an adapter.
             rank: of the tensors that are written.
-            factors: what each part's B, and its bias, is multiplied with.
+            factors: what each part's B, and its bias, is multiplied with, by its native name.
         """
         kind = module.kind
         for parameter in self._config.parameters(kind):
             is_scaled = parameter in (kind.b, kind.bias)
-            own = factors if is_scaled else dict.fromkeys(module.parts, 1.0)
+            own = factors if is_scaled else {part.native: 1.0 for part in module.parts}
             dtype = self._dtype(module, parameter)
             if not all(map(_is_exact, own.values())):
                 # Products that the adapter's own dtype would round.
@@ -393,7 +396,7 @@ def _assemble(
     adapter: TensorSource,
     module: _ForeignModule,
     parameter: Parameter,
-    factors: Mapping[ModulePair, float],
+    factors: Mapping[str, float],
     meta: TensorMeta,
 ) -> Tensor:
     whole: Tensor | None = None
@@ -401,8 +404,8 @@ def _assemble(
     for part in module.parts:
         tensor = adapter.read(parameter.native_name(part.native))
         tensor = part.slice_of(tensor, parameter).to(meta.dtype)
-        if factors[part] != 1.0:
-            tensor = tensor * factors[part]
+        if factors[part.native] != 1.0:
+            tensor = tensor * factors[part.native]
         tensor = part.to_foreign(tensor, parameter)
         if tuple(tensor.shape) == meta.shape:
             return tensor
