@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         FullModelMetaCheckpointer,
         FullModelTorchTuneCheckpointer,
     )
+    from checkpointing.distributed_checkpointer import DistributedCheckpointer
     from checkpointing.errors import CheckpointingError
     from checkpointing.mapping.model_config import ModelConfig
     from checkpointing.retention import Retention
@@ -18,6 +19,7 @@ __all__ = [
     "AdapterConfig",
     "AsyncCheckpointer",
     "CheckpointingError",
+    "DistributedCheckpointer",
     "FullModelHFCheckpointer",
     "FullModelMetaCheckpointer",
     "FullModelTorchTuneCheckpointer",
@@ -31,6 +33,7 @@ _HOMES = {
     "AdapterConfig": "checkpointing.adapters",
     "AsyncCheckpointer": "checkpointing.async_save",
     "CheckpointingError": "checkpointing.errors",
+    "DistributedCheckpointer": "checkpointing.distributed_checkpointer",
     "FullModelHFCheckpointer": "checkpointing.checkpointers",
     "FullModelMetaCheckpointer": "checkpointing.checkpointers",
     "FullModelTorchTuneCheckpointer": "checkpointing.checkpointers",

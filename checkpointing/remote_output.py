@@ -8,7 +8,7 @@ from checkpointing.errors import (
     CorruptCheckpointError,
     UnsafePathError,
 )
-from checkpointing.resume import SavedCheckpoint, as_saved
+from checkpointing.resume import SavedCheckpoint, as_saved, is_dcp
 from checkpointing.retention import Retention, removable
 from checkpointing.storage.commit import remove_directory
 from checkpointing.storage.manifest import load_manifest
@@ -69,7 +69,7 @@ class RemoteOutput:
             CorruptCheckpointError: if every one is damaged.
             RemoteError: if the place cannot be reached.
         """
-        there = self.checkpoints()
+        there = [one for one in self.checkpoints() if not is_dcp(one)]
         self._tell_what_is_only_here(there)
         for checkpoint in reversed(there):
             try:

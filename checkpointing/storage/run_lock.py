@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ LOCK_NAME = ".run.lock"
 
 # Directories that this process has claimed, so that a save within a run need not claim its own.
 _claimed: dict[Path, int] = {}
+# A save in the background claims for itself, too.
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
@@ -29,22 +32,23 @@ def claimed(output_dir: Path) -> Iterator[None]:
         WriteError: if the system refuses to write the lock's file for another reason.
     """
     key = output_dir.resolve()
-    if key in _claimed:
-        yield
-        return
     path = output_dir / LOCK_NAME
-    with named_errors(output_dir, f"{LOCK_NAME} cannot be written"):
-        descriptor = _lock(path)
-    _claimed[key] = descriptor
+    with _one_at_a_time:
+        is_new = key not in _claimed
+        if is_new:
+            with named_errors(output_dir, f"{LOCK_NAME} cannot be written"):
+                _claimed[key] = _lock(path)
     try:
         yield
     finally:
-        # Not in a process that was forked within the block.
-        if _claimed.pop(key, None) is not None:
-            # The disk may have become read-only, which must not hide why the block ended.
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            os.close(descriptor)
+        with _one_at_a_time:
+            # Not in a process that was forked within the block.
+            descriptor = _claimed.pop(key, None) if is_new else None
+            if descriptor is not None:
+                # The disk may have become read-only, which must not hide why the block ended.
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
@@ -63,8 +67,13 @@ def _lock(path: Path) -> int:
         except OSError:
             return descriptor
         if _is_the_file(descriptor, path):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            try:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            except OSError:
+                # Or this process would keep itself out from then on.
+                os.close(descriptor)
+                raise
             return descriptor
         os.close(descriptor)
 
@@ -82,6 +91,8 @@ def _let_go() -> None:
     for descriptor in _claimed.values():
         os.close(descriptor)
     _claimed.clear()
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_let_go)

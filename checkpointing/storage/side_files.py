@@ -9,7 +9,10 @@ from checkpointing.storage.paths import leads_nowhere_else
 logger = logging.getLogger(__name__)
 
 # Weights in any format and their indexes, and what a checkpoint of ours holds for itself.
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx"}
+_WEIGHTS = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".distcp"),
+    *(".gguf", ".ckpt", ".h5", ".msgpack", ".onnx"),
+}
 _OWN = {"adapter_config.json", "manifest.json"}
 # The base's model card is not true of what was trained from it.
 _CARD = "readme.md"

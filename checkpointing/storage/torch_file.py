@@ -8,6 +8,7 @@ storages' data (``torch/serialization.py``).
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import IO
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from checkpointing.storage.pickle_check import Limits, check_pickles
@@ -37,13 +38,26 @@ def check_torch_file(path: Path) -> TorchFile:
         Exception: of any kind, if it is not what ``torch.save`` writes of plain data.
     """
     with path.open("rb") as file:
-        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-        if not is_zip:
-            file.seek(0)
-            limits = Limits(path.stat().st_size, records=None)
-            return TorchFile(False, check_pickles(file, _PICKLES_BEFORE_ZIP, limits))
-    with ZipFile(path) as archive:
-        records = _records(archive, path.stat().st_size)
+        return check_torch_stream(file, path.stat().st_size)
+
+
+def check_torch_stream(stream: IO[bytes], total: int) -> TorchFile:
+    """As :func:`check_torch_file`, for what a stream holds.
+
+    Args:
+        stream: at its start, and can be sought in.
+        total: its size in bytes.
+
+    Raises:
+        Exception: of any kind, as :func:`check_torch_file`.
+    """
+    is_zip = stream.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+    if not is_zip:
+        stream.seek(0)
+        limits = Limits(total, records=None)
+        return TorchFile(False, check_pickles(stream, _PICKLES_BEFORE_ZIP, limits))
+    with ZipFile(stream) as archive:
+        records = stored_records(archive, total)
         pickles = [name for name in records if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ValueError(f"it holds {len(pickles)} pickles, not one")
@@ -53,11 +67,20 @@ def check_torch_file(path: Path) -> TorchFile:
             for name, record in records.items()
             if name.startswith(storages)
         }
-        limits = Limits(path.stat().st_size, sizes)
+        limits = Limits(total, sizes)
         return TorchFile(True, check_pickles(BytesIO(archive.read(pickles[0])), 1, limits))
 
 
-def _records(archive: ZipFile, total: int) -> dict[str, ZipInfo]:
+def stored_records(archive: ZipFile, total: int) -> dict[str, ZipInfo]:
+    """The entries of an archive by their names, checked to be what ``torch.save`` writes.
+
+    Args:
+        archive: to look into.
+        total: size of the file in bytes.
+
+    Raises:
+        ValueError: if an entry is there twice, compressed, or larger than the file.
+    """
     infos = archive.infolist()
     # torch looks names up without regard to case.
     if len({info.filename.lower() for info in infos}) != len(infos) or archive.comment:
