@@ -52,7 +52,7 @@ class FullModelHFCheckpointer(FullModelCheckpointer):
         should_load_recipe_state: resume from the newest complete checkpoint in ``output_dir``, or
             from the directory that is given instead of ``True``.
         keep_last_n_checkpoints: remove this run's older checkpoints after a save.
-        enable_dcp: not supported.
+        enable_dcp: must be false; a model in shards needs nothing of the kind.
         max_shard_size: largest weight file, such as ``"5GB"`` or a number of bytes.
         adapter_form: ``"portable"`` writes adapters as inference engines read them, with one rank
             and scale for all modules; ``"exact"`` with the ranks and scales that they have.
@@ -203,7 +203,7 @@ class FullModelMetaCheckpointer(_OneLayoutCheckpointer):
         should_load_recipe_state: resume from the newest complete checkpoint in ``output_dir``, or
             from the directory that is given instead of ``True``.
         keep_last_n_checkpoints: remove this run's older checkpoints after a save.
-        enable_dcp: not supported.
+        enable_dcp: must be false; a model in shards needs nothing of the kind.
         retention: which checkpoints to keep, where it is not the last n.
 
     Raises:
@@ -232,7 +232,7 @@ class FullModelTorchTuneCheckpointer(_OneLayoutCheckpointer):
         should_load_recipe_state: resume from the newest complete checkpoint in ``output_dir``, or
             from the directory that is given instead of ``True``.
         keep_last_n_checkpoints: remove this run's older checkpoints after a save.
-        enable_dcp: not supported.
+        enable_dcp: must be false; a model in shards needs nothing of the kind.
         retention: which checkpoints to keep, where it is not the last n.
 
     Raises:

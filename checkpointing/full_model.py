@@ -37,7 +37,7 @@ from checkpointing.save_plan import (
     adapter_config_of,
     directory_name,
 )
-from checkpointing.sharded import check_alike, check_whole, ranks_that_save
+from checkpointing.sharded import check_alike, gathering, ranks_that_save
 from checkpointing.storage.commit import check_room, make_directory
 from checkpointing.storage.location import is_remote
 from checkpointing.storage.mirror import origin_of
@@ -83,20 +83,21 @@ class FullModelCheckpointer(CheckpointLoader):
         dir_prefix: str = "epoch",
         show_progress: bool = True,
         metrics: Mapping[str, float] | None = None,
+        ranks: Ranks | None = None,
     ) -> Path:
         """Saves a checkpoint, which exists with all its files or not at all.
 
         Everything that can be wrong is found before anything is written. Neither the state dict
         nor its tensors are changed.
 
-        Weights that lie in shards in the processes of a job (``DTensor``, as FSDP2 makes them)
-        become the same files as whole ones. All processes must call this at the same time and see
-        one storage. Each writes the rows that it has, and none ever holds the model: only what is
-        not cut into whole rows, or not where the format can be cut (between heads), is gathered,
-        one tensor at a time. Weights that all processes have are written by one of them each; all
-        that is not ``model`` is the first one's, and must be whole. An error in one process is
-        raised in all, and nothing is saved. That a process has died is noticed by the process
-        group's own timeout alone.
+        Tensors that lie in shards in the processes of a job (``DTensor``, as FSDP2 makes them),
+        be they the model's, the adapter's or in the recipe state, become the same files as whole
+        ones. All processes must call this at the same time and see one storage. Each writes the
+        rows that it has, and none ever holds the model or the optimizer's state: only what is not
+        cut into whole rows, or not where the format can be cut (between heads), is gathered, a
+        tensor or a range of its rows at a time. What all processes have whole is written by one of
+        them, of the recipe state by the first. An error in one process is raised in all, and
+        nothing is saved.
 
         Args:
             state_dict: ``model``, the full native weights, merged if there is an adapter (a
@@ -111,6 +112,8 @@ class FullModelCheckpointer(CheckpointLoader):
             show_progress: show a bar, if it takes long.
             metrics: numbers that tell how good it is, such as the loss, for retention.
             dir_prefix: ``"epoch"`` saves to ``epoch_{epoch}``, ``"step"`` to ``step_{step}``.
+            ranks: the processes that save together, if not over the job's own groups; as an
+                :class:`~checkpointing.AsyncCheckpointer` does, in the background.
 
         Returns:
             The checkpoint's directory; of one that was uploaded, the copy that stays here.
@@ -122,15 +125,15 @@ class FullModelCheckpointer(CheckpointLoader):
             WriteError: if the system refuses to write, or the checkpoint cannot be uploaded.
         """
         started = time.perf_counter()
-        ranks = ranks_that_save(state_dict.get(MODEL_KEY))
-        with ranks.agreed():
+        ranks = ranks_that_save(state_dict) if ranks is None else ranks
+        with ranks.agreed(), gathering(ranks):
             name = directory_name(dir_prefix, epoch, step)
             if max_shard_size is None:
                 max_bytes = self._max_shard_bytes
             else:
                 max_bytes = parse_size(max_shard_size)
-            self._check_alike(ranks, state_dict, name, max_bytes, adapter_only)
-            plan, output_dir = self._plan_save(state_dict, adapter_only)
+            alike = {"the checkpoint's name": name, "max_shard_size": max_bytes}
+            plan, output_dir = self._plan_save(ranks, state_dict, adapter_only, alike)
             final = output_dir / name
             shows = show_progress and ranks.is_first
             total = plan.nbytes // ranks.count
@@ -151,25 +154,6 @@ class FullModelCheckpointer(CheckpointLoader):
         seconds = time.perf_counter() - started
         self.times = SaveTimes(blocked=seconds, written=seconds)
         return final
-
-    def _check_alike(
-        self,
-        ranks: Ranks,
-        state_dict: Mapping[str, Any],
-        name: str,
-        max_bytes: int | None,
-        adapter_only: bool,
-    ) -> None:
-        """Checks that all processes write the same files."""
-        arguments = {
-            "output_dir": str(self._output_dir),
-            "the checkpoint's name": name,
-            "max_shard_size": max_bytes,
-            "safe_serialization": self._safe_serialization,
-            "adapter_only": adapter_only,
-            "that there is an adapter": ADAPTER_KEY in state_dict,
-        }
-        check_alike(ranks, state_dict.get(MODEL_KEY), arguments)
 
     def _follow_up(self, saved: Path, show_progress: bool) -> None:
         """What is done once a checkpoint exists."""
@@ -206,6 +190,8 @@ class FullModelCheckpointer(CheckpointLoader):
     def check_save(self, state_dict: Mapping[str, Any], adapter_only: bool = False) -> None:
         """Finds what would keep a state from being saved, such as before a run; writes nothing.
 
+        All processes must call it at the same time if the state lies in shards.
+
         Args:
             state_dict: as for :meth:`save_checkpoint`.
             adapter_only: as for :meth:`save_checkpoint`.
@@ -215,12 +201,33 @@ class FullModelCheckpointer(CheckpointLoader):
             TensorMismatchError: as :meth:`save_checkpoint`.
             OutOfSpaceError: as :meth:`save_checkpoint`.
         """
-        self._plan_save(state_dict, adapter_only)
+        ranks = ranks_that_save(state_dict)
+        with ranks.agreed(), gathering(ranks):
+            self._plan_save(ranks, state_dict, adapter_only, {})
 
     def _plan_save(
-        self, state_dict: Mapping[str, Any], adapter_only: bool
+        self,
+        ranks: Ranks,
+        state_dict: Mapping[str, Any],
+        adapter_only: bool,
+        alike: Mapping[str, Any],
     ) -> tuple[SavePlan, Path]:
-        """What will be written, and into which output directory."""
+        """What will be written, and into which output directory.
+
+        Args:
+            ranks: the processes that write it together.
+            state_dict: as for :meth:`save_checkpoint`.
+            adapter_only: as for :meth:`save_checkpoint`.
+            alike: what else must be the same in all processes, so that they write the same files.
+        """
+        alike = {
+            "output_dir": str(self._output_dir),
+            **alike,
+            "safe_serialization": self._safe_serialization,
+            "adapter_only": adapter_only,
+            "that there is an adapter": ADAPTER_KEY in state_dict,
+        }
+        check_alike(ranks, state_dict, alike)
         if self._output_dir is None:
             raise ConfigError("output_dir: not given, so there is nowhere to save to")
         for key, needed in ((ADAPTER_KEY, adapter_only), (MODEL_KEY, not adapter_only)):
@@ -229,10 +236,6 @@ class FullModelCheckpointer(CheckpointLoader):
                     f"state_dict: has no {key!r}, which adapter_only={adapter_only} needs; "
                     f"it has {', '.join(map(repr, state_dict))}"
                 )
-        check_whole({key: state_dict[key] for key in state_dict if key != MODEL_KEY}, "")
-        model = None
-        if not adapter_only:
-            model = self._format.plan(as_source(state_dict[MODEL_KEY]), self._base)
         adapter = adapter_config = None
         if ADAPTER_KEY in state_dict:
             adapter = as_source(state_dict[ADAPTER_KEY])
@@ -249,6 +252,11 @@ class FullModelCheckpointer(CheckpointLoader):
             if key not in (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG_KEY)
         }
         check_recipe_state(recipe_state)
+        # What follows may gather tensors to compare them, in which all must take part.
+        ranks.exchange()
+        model = None
+        if not adapter_only:
+            model = self._format.plan(as_source(state_dict[MODEL_KEY]), self._base)
         peft = self._plan_peft(adapter, adapter_config)
         plan = SavePlan(model, adapter, adapter_config, peft, recipe_state)
         check_room(self._output_dir, plan.nbytes)

@@ -33,6 +33,7 @@ from checkpointing.save_plan import (
     ADAPTER_KEY,
     MODEL_KEY,
 )
+from checkpointing.sharded import ranks_that_load
 from checkpointing.storage.commit import recover
 from checkpointing.storage.fingerprint import fingerprint
 from checkpointing.storage.load import copy_into, load_all
@@ -79,7 +80,10 @@ class CheckpointLoader:
         self._max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
         self._retention = retention_of(keep_last_n_checkpoints, retention)
         if enable_dcp:
-            raise ConfigError("enable_dcp: distributed checkpoints are not supported yet; leave it")
+            raise ConfigError(
+                "enable_dcp: leave it out: a model in shards is saved and loaded by all processes "
+                "without it; files of torch.distributed.checkpoint are DistributedCheckpointer's"
+            )
         self._check_checkpoint_dir()
         self._files = self._find_weights(checkpoint_files, bool(resume))
         self._resumed: SavedCheckpoint | None = None
@@ -198,7 +202,7 @@ class CheckpointLoader:
             ConfigError: if a config file is wrong, or the adapter was trained on another base.
         """
         native, files = self._model_to_load()
-        beside = self._load_beside_model()
+        beside = self.load_beside_model()
         _read_ahead(files)
         with bytes_progress("loading", _nbytes(native)) as progress:
             weights = load_all(native, progress)
@@ -208,7 +212,9 @@ class CheckpointLoader:
     def load_into(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """As :meth:`load_checkpoint`, but copies the weights into tensors that are there.
 
-        So no memory is taken beside theirs, whatever must be converted.
+        So no memory is taken beside theirs, whatever must be converted. Of parameters in shards
+        (``DTensor``) each process reads its part; all must call this at the same time, and what
+        one of them raises all raise.
 
         Args:
             parameters: by native name, of any floating point dtype and on any device, such as
@@ -224,24 +230,27 @@ class CheckpointLoader:
                 has changed then.
             ConfigError: as :meth:`load_checkpoint`.
         """
-        native, files = self._model_to_load()
-        beside = self._load_beside_model()
-        _read_ahead(files)
-        with bytes_progress("loading", _nbytes(native)) as progress:
-            copy_into(parameters, native, f"loading {self._checkpoint_dir}", progress)
+        ranks = ranks_that_load(parameters)
+        with ranks.agreed():
+            native, files = self._model_to_load()
+            beside = self.load_beside_model()
+            if ranks.count == 1:
+                # Else each process reads its part alone.
+                _read_ahead(files)
+            with bytes_progress("loading", _nbytes(native), ranks.is_first) as progress:
+                copy_into(parameters, native, f"loading {self._checkpoint_dir}", progress)
         self._is_loaded = True
         return beside
 
-    def _model_to_load(self) -> tuple[TensorSource, list[Path]]:
-        """The native weights, and the files that they are in."""
-        if self._resumed is None or self._adapter_path is not None:
-            return self._base.native, self._files
-        directory = self._resumed.directory
-        files = self._format.find_files(directory, None)
-        return self._format.open(directory, files, self._model_type).native, files
+    def load_beside_model(self) -> dict[str, Any]:
+        """What :meth:`load_checkpoint` returns without ``model``, if that is to be made first.
 
-    def _load_beside_model(self) -> dict[str, Any]:
-        """The adapter and the recipe state, as far as there are any."""
+        Raises:
+            CheckpointNotFoundError: as :meth:`load_checkpoint`.
+            CorruptCheckpointError: as :meth:`load_checkpoint`.
+            TensorMismatchError: lists all tensors that do not fit the adapter.
+            ConfigError: as :meth:`load_checkpoint`.
+        """
         state: dict[str, Any] = {}
         if self._adapter_path is not None:
             adapter = open_adapter(self._adapter_path, self._base)
@@ -252,6 +261,14 @@ class CheckpointLoader:
         if self._recipe_file is not None:
             state.update(load_recipe_state(self._recipe_file))
         return state
+
+    def _model_to_load(self) -> tuple[TensorSource, list[Path]]:
+        """The native weights, and the files that they are in."""
+        if self._resumed is None or self._adapter_path is not None:
+            return self._base.native, self._files
+        directory = self._resumed.directory
+        files = self._format.find_files(directory, None)
+        return self._format.open(directory, files, self._model_type).native, files
 
 
 def _path(location: str | Path | None) -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from checkpointing.errors import (
     CheckpointNotFoundError,
@@ -15,15 +16,19 @@ from checkpointing.errors import (
     CorruptCheckpointError,
     UnsafePathError,
 )
+from checkpointing.mapping.tensors import is_dtensor
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.integrity import check_intact
 from checkpointing.storage.manifest import MANIFEST_NAME, file_digests, read_manifest
 from checkpointing.storage.read import load_torch_file
 from checkpointing.storage.tensor_classes import loads_without_code
+from checkpointing.storage.write import archive_of, tensors_by_name
 
 logger = logging.getLogger(__name__)
 
 RECIPE_STATE_NAME = "recipe_state.pt"
+DCP_FORMAT = "dcp"
+"""What the manifest of a :class:`~checkpointing.DistributedCheckpointer` calls its format."""
 _RUN_ID = "run_id"
 
 
@@ -89,6 +94,11 @@ def as_saved(directory: Path, manifest: Mapping[str, Any]) -> SavedCheckpoint | 
     return SavedCheckpoint(directory, manifest)
 
 
+def is_dcp(checkpoint: SavedCheckpoint) -> bool:
+    """Whether it holds the files of torch's distributed checkpoints, not those of a format."""
+    return checkpoint.manifest.get("format") == DCP_FORMAT
+
+
 def checkpoint_to_resume(
     output_dir: Path, wanted: bool | str | Path, adapter_name: str
 ) -> SavedCheckpoint:
@@ -104,6 +114,7 @@ def checkpoint_to_resume(
     Raises:
         CheckpointNotFoundError: if there is none.
         CorruptCheckpointError: if the named one, or every one, is damaged; names what is.
+        ConfigError: if the named one is of another kind.
     """
     if not isinstance(wanted, bool):
         directory = Path(wanted)
@@ -113,9 +124,14 @@ def checkpoint_to_resume(
                 f"{directory}: is no checkpoint of a run, it has no manifest.json of one; give the "
                 "directory of a checkpoint, such as epoch_0"
             )
+        if is_dcp(checkpoint):
+            raise ConfigError(
+                f"{directory}: was saved by DistributedCheckpointer, which alone can load it; name "
+                "a checkpoint of this checkpointer"
+            )
         _check_what_is_read(checkpoint, adapter_name)
         return checkpoint
-    checkpoints = saved_checkpoints(output_dir)
+    checkpoints = [one for one in saved_checkpoints(output_dir) if not is_dcp(one)]
     for checkpoint in reversed(checkpoints):
         try:
             _check_what_is_read(checkpoint, adapter_name)
@@ -148,12 +164,17 @@ def _check_what_is_read(checkpoint: SavedCheckpoint, adapter_name: str) -> None:
 def load_recipe_state(path: Path) -> dict[str, Any]:
     """The recipe state of a checkpoint; no code in the file is run.
 
+    In a job of several processes, each of which needs a part of the tensors, these are views of a
+    private memory map of the file. It stays when the file is removed, and keeps its place on the
+    disk for as long as one of them is used.
+
     Raises:
         CheckpointNotFoundError: if the file is not there.
         CorruptCheckpointError: if it is damaged or holds no dictionary.
         ConfigError: if it needs torchao, which is missing or too old or new for it.
     """
-    state = load_torch_file(path, mmap=False)
+    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    state = load_torch_file(path, mmap=shared)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path}: holds a {type(state).__name__}, no recipe state")
     return state
@@ -164,9 +185,12 @@ def check_recipe_state(state: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: names the first value that is no tensor (of torch, or the state of a torchao
-            optimizer), number, string, or list or dictionary of these.
+            optimizer), number, string, or list or dictionary of these; or a tensor that cannot be
+            saved from several processes, or not beside tensors that are.
     """
     _check_plain(state, "recipe state")
+    if any(map(is_dtensor, tensors_by_name(state).values())):
+        archive_of(state)
 
 
 # Exact types: a subclass, such as numpy's float64, is pickled as itself.
@@ -181,6 +205,11 @@ def _check_plain(value: object, where: str) -> None:
     elif type(value) in (list, tuple, set):
         for number, item in enumerate(value):  # type: ignore[arg-type]
             _check_plain(item, f"{where}[{number}]")
+    elif is_dtensor(value):
+        # Imported here: it takes long, and only who has tensors in shards needs it.
+        from checkpointing.mapping.dtensors import rows_of_dtensor
+
+        rows_of_dtensor(value, where)
     elif type(value) not in _PLAIN and not _is_readable_tensor(value):
         raise ConfigError(
             f"{where}: a {type(value).__name__} cannot be saved so that it loads without running "

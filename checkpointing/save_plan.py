@@ -10,7 +10,7 @@ from checkpointing.adapters.config import AdapterConfig
 from checkpointing.adapters.lora import config_of_tensors
 from checkpointing.adapters.peft import PeftAdapter
 from checkpointing.errors import ConfigError
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import TensorSource, is_dtensor, meta_of
 from checkpointing.storage.tensor_classes import stored_bytes
 
 MODEL_KEY = "model"
@@ -88,6 +88,8 @@ def adapter_config_of(state_dict: Mapping[str, Any], adapter: TensorSource) -> A
 
 
 def _tensor_bytes(value: object) -> int:
+    if is_dtensor(value):
+        return meta_of(value).nbytes
     if isinstance(value, Tensor):
         return stored_bytes(value)
     if isinstance(value, Mapping):

@@ -1,44 +1,68 @@
-"""Saving weights of which each process of a job has a part: what must hold before."""
+"""Saving a state of which each process of a job has a part: what must hold before."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.mapping.tensors import (
-    LazyTensors,
+    StateDictSource,
     TensorSource,
     as_source,
     is_dtensor,
     is_sharded,
 )
+from checkpointing.save_plan import ADAPTER_KEY, MODEL_KEY
 from checkpointing.storage.ranks import Ranks, all_ranks
+from checkpointing.storage.write import tensors_by_name
 
 
-def ranks_that_save(model: Any) -> Ranks:
-    """All processes of the job, if each has a part of the weights; else this one alone.
+def ranks_that_save(state: Mapping[str, Any]) -> Ranks:
+    """All processes of the job, if each has a part of what is saved; else this one alone.
 
     Args:
-        model: the weights of a state dict, if it has any.
+        state: a state dict.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return Ranks()
-    if isinstance(model, Mapping) and not isinstance(model, LazyTensors):
-        shared = any(map(is_dtensor, model.values()))
-    else:
-        shared = model is not None and is_sharded(model)
-    return all_ranks() if shared else Ranks()
+    return _ranks_if(map(is_sharded, _sources(state).values()), "saving a checkpoint")
 
 
-def check_alike(ranks: Ranks, model: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks that all processes save the same, so that each can rely on what the others do.
+def ranks_that_load(parameters: Mapping[str, Tensor]) -> Ranks:
+    """All processes of the job, if each has a part of what is loaded into; else this one alone."""
+    return _ranks_if(map(is_dtensor, parameters.values()), "loading a checkpoint")
+
+
+def _ranks_if(in_shards: Iterable[bool], doing: str) -> Ranks:
+    is_one_of_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return all_ranks(doing) if is_one_of_many and any(in_shards) else Ranks()
+
+
+def gathering(ranks: Ranks) -> AbstractContextManager[None]:
+    """Within it a process that waits for a tensor to be gathered notices if another one is gone."""
+    if ranks.count == 1:
+        return nullcontext()
+    # Imported here: it takes long, and only who has tensors in shards needs it.
+    from checkpointing.mapping.dtensors import gathering_by
+
+    return gathering_by(ranks.wait_for)
+
+
+def check_alike(
+    ranks: Ranks,
+    state: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    function: str = "save_checkpoint",
+) -> None:
+    """Checks that all processes save, or stream, the same, so that each can rely on the others.
 
     Args:
         ranks: the processes.
-        model: the weights.
+        state: a state dict. All weights must be the same, and what lies in shards beside them.
         arguments: of the save, by name.
+        function: which was called, for errors.
 
     Raises:
         ConfigError: if the arguments differ; says which.
@@ -51,14 +75,14 @@ def check_alike(ranks: Ranks, model: Any, arguments: Mapping[str, Any]) -> None:
         differing = [name for name in given if given[name] != other.get(name)]
         if differing:
             raise ConfigError(
-                "save_checkpoint: all ranks must be given the same, but "
+                f"{function}: all ranks must be given the same, but "
                 + ", ".join(
                     f"{name} is {given[name]!r} on rank 0 and {other.get(name)!r} on rank {rank}"
                     for name in differing
                 )
             )
-    tensors = _described(as_source(model))
-    digest = hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
+    tensors = _described(state)
+    digest = hashlib.sha256(repr(tensors).encode()).hexdigest()
     if len(set(ranks.exchange(digest))) == 1:
         return
     first, *rest = ranks.exchange(tensors)
@@ -69,42 +93,33 @@ def check_alike(ranks: Ranks, model: Any, arguments: Mapping[str, Any]) -> None:
         for name in {**first, **other}
         if first.get(name) != other.get(name)
     ]
+    in_order = [list(one) for one in (first, *rest)]
+    problems = problems or [
+        f"{name}: comes where {other[place]} does on rank {rank}"
+        for rank, other in enumerate(in_order)
+        for place, name in enumerate(in_order[0])
+        if other[place] != name
+    ]
     raise TensorMismatchError(
-        "saving a model in shards",
+        f"{function} of a model in shards",
         problems,
-        "All ranks must save the state dict of the same model, cut in the same way.",
+        "All ranks must have the same model, cut in the same way.",
     )
 
 
-def _described(model: TensorSource) -> dict[str, str]:
+def _described(state: Mapping[str, Any]) -> dict[str, str]:
     described = {}
-    for name, meta in model.metas.items():
-        shards = model.rows(name).shards
-        cut = "" if shards is None else f", held in {len(shards.held)} ranges of rows"
-        described[name] = f"{meta}{cut}"
+    for key, source in _sources(state).items():
+        for name, meta in source.metas.items():
+            shards = source.rows(name).shards
+            cut = "" if shards is None else f", held in {len(shards.held)} ranges of rows"
+            described[f"{key}.{name}" if key else name] = f"{meta}{cut}"
     return described
 
 
-def check_whole(state: Any, path: str) -> None:
-    """Checks that what is saved beside the weights does not lie in shards.
-
-    Args:
-        state: plain data and tensors.
-        path: to the state, for errors.
-
-    Raises:
-        ConfigError: if it does; says what.
-    """
-    if is_dtensor(state):
-        raise ConfigError(
-            f"state_dict: {path} is a DTensor, of which this process has a part; only the model's "
-            "weights can be saved so. Gather it first: with full_tensor(), or with "
-            "get_optimizer_state_dict and full_state_dict=True "
-            "(torch.distributed.checkpoint.state_dict)"
-        )
-    if isinstance(state, Mapping) and not isinstance(state, LazyTensors):
-        for key, value in state.items():
-            check_whole(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            check_whole(value, f"{path}.{number}" if path else str(number))
+def _sources(state: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """The weights by their key, and all that lies in shards beside them by none."""
+    sources = {key: as_source(state[key]) for key in (MODEL_KEY, ADAPTER_KEY) if key in state}
+    beside = tensors_by_name({key: state[key] for key in state if key not in sources})
+    in_shards = {name: tensor for name, tensor in beside.items() if is_dtensor(tensor)}
+    return {**sources, "": StateDictSource(in_shards)}

@@ -2,8 +2,12 @@
 
 import errno
 import json
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter, OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +84,21 @@ def test_it_writes_what_a_plain_save_writes(tmp_path, name, base):
     ]
     assert files[0] == files[1]
     assert not verify(saved).problems
+
+
+def test_dictionaries_of_every_kind_stay_what_they_are(tmp_path):
+    write_base(tmp_path / "base", "tune")
+    weights = make("tune", tmp_path / "base").load_checkpoint()["model"]
+    saver = AsyncCheckpointer(make("tune", tmp_path / "base"))
+    kinds = {"milestones": Counter({5: 1}), "ordered": OrderedDict(rate=torch.tensor(0.5))}
+    saved = saver.save_checkpoint({"model": weights, **kinds}, epoch=0)
+    saver.wait()
+    found = torch.load(saved / "recipe_state.pt", weights_only=True)
+    assert found == kinds
+    assert {key: type(value) for key, value in found.items()} == {
+        "milestones": Counter,
+        "ordered": OrderedDict,
+    }
 
 
 def test_an_adapter_run_copies_its_adapter_and_not_its_base(name, base):
@@ -193,3 +212,27 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
         saver.save_checkpoint({}, epoch=0)
     with pytest.raises(CheckpointingError, match="dir_prefix"):
         saver.save_checkpoint({}, epoch=0, dir_prefix="step")
+
+
+ENDING_PROGRAM = """
+import sys
+from checkpointing import AsyncCheckpointer
+from tests.test_async_save import trained_state
+from tests.test_checkpointers import make
+from pathlib import Path
+base = Path(sys.argv[1])
+weights = make("hf", base).load_checkpoint()["model"]
+print(AsyncCheckpointer(make("hf", base)).save_checkpoint(trained_state(weights), epoch=0))
+"""
+
+
+def test_the_end_of_the_program_waits_for_the_save(tmp_path):
+    write_base(tmp_path / "base", "hf")
+    command = [sys.executable, "-c", ENDING_PROGRAM, str(tmp_path / "base")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    saved = Path(done.stdout.strip())
+    assert verify(saved).problems == ()
+    weights = make("hf", tmp_path / "base").load_checkpoint()["model"]
+    found = make("hf", tmp_path / "base", should_load_recipe_state=str(saved)).load_checkpoint()
+    assert_same_tensors(found["model"], weights)

@@ -5,6 +5,7 @@ Each test runs in real processes, which find each other over gloo.
 
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -24,15 +25,30 @@ from tests.sharded_worker import (
     CLASSES,
     CUTS,
     Job,
+    fail_in_the_background,
+    load_state_and_remove,
+    memory_of_a_save,
     open_shared,
     save,
     save_changed,
+    save_low_bit_states,
     save_on_a_part_of_the_job,
     save_sums,
+    save_unlike,
+    save_while_training,
     save_with_an_optimizer,
     save_with_little_room,
 )
-from tests.tiny import ATTENTION, MLP, assert_same_tensors, random_adapter, random_native, write_hf
+from tests.tiny import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    assert_same_tensors,
+    random_adapter,
+    random_native,
+    targets_of,
+    write_hf,
+)
 from tests.training.peers import config, hf_model
 
 # Three key-value heads of 14 rows: two or four processes have parts of heads.
@@ -131,7 +147,8 @@ def run_save(job, tmp_path, **arguments):
 def test_a_model_cut_by_fsdp(job, bases, tmp_path, name, gathers):
     arguments = {"format": "hf", "base": bases(name), "max_shard_size": "90KB"}
     gathers = gathers or len(job) > 2  # of four processes some have parts of heads
-    saved = run_save(job, tmp_path, cut="fsdp", gathers=gathers, **arguments)
+    limit = {} if gathers else {"most_gathered": 0}
+    saved = run_save(job, tmp_path, cut="fsdp", **limit, **arguments)
     check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
     stored = [load_file(path) for path in saved.glob("*.safetensors")]
     assert len(stored) > 1
@@ -173,32 +190,198 @@ def test_sums_are_added_up(job, bases, tmp_path):
     assert_same_tensors(load_file(saved / "model-00001-of-00001.safetensors"), original)
 
 
-@pytest.mark.parametrize("is_cut", [False, True], ids=["adapter whole", "adapter cut"])
+ADAPTER_CUTS = [None, "rows", "columns", "tensor parallel"]
+
+
+@pytest.mark.parametrize("adapter_cut", ADAPTER_CUTS)
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
-def test_a_merged_adapter(job, bases, tmp_path, use_dora, cut, is_cut):
+def test_a_merged_adapter(job, bases, tmp_path, use_dora, cut, adapter_cut):
     adapter_config = AdapterConfig(4, 6, (*ATTENTION, *MLP), use_dora=use_dora)
     adapter = random_adapter(ODD_HEADS.dims, adapter_config)
     arguments = {
         "format": "hf",
         "base": bases("odd heads"),
-        "adapter": (adapter, adapter_config, is_cut),
+        "adapter": (adapter, adapter_config, adapter_cut),
     }
     saved = run_save(job, tmp_path, cut=cut, **arguments)
     check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
 
 
-def test_an_adapter_alone_is_written_by_one_process(job, bases, tmp_path):
+def adapter_of(base, **fields):
+    """A random adapter on all that a model has, some of it with another rank and alpha."""
+    dims = FullModelHFCheckpointer(base).model_config.dims
+    targets = targets_of(dims, (*ATTENTION, *MLP, *EXPERTS))
+    patterns = {
+        "rank_pattern": {"layers.1.attn.k_proj": 5},
+        "alpha_pattern": {"layers.0.attn.v_proj": 7},
+    }
+    fields = {**patterns, **fields}
+    return random_adapter(dims, config := AdapterConfig(4, 6, targets, **fields)), config
+
+
+@pytest.mark.parametrize("adapter_cut", ADAPTER_CUTS[1:])
+@pytest.mark.parametrize(
+    "name, fields",
+    [
+        ("llama", {}),  # q, k and v with two groups
+        ("llama", {"use_dora": True}),
+        ("odd heads", {"use_rslora": True}),
+        ("phi3", {}),  # qkv and gate with up are one module each
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+    ],
+)
+def test_an_adapter_in_shards_alone(job, bases, tmp_path, name, fields, adapter_cut):
+    adapter, adapter_config = adapter_of(bases(name), **fields)
+    arguments = {
+        "format": "hf",
+        "base": bases(name),
+        "adapter": (adapter, adapter_config, adapter_cut),
+        "adapter_only": True,
+    }
+    # A base of any kind has larger tensors than that.
+    most = max(tensor.numel() for tensor in adapter.values())
+    saved = run_save(
+        job, tmp_path, cut="columns", leave_out="model", most_gathered=most, **arguments
+    )
+    check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
+    assert_same_tensors(torch.load(saved / "adapter_model.pt"), adapter)
+
+
+def test_modules_that_are_trained_whole_in_shards(job, bases, tmp_path):
+    whole = {"modules_to_save": ("output", "norm"), "rank_pattern": {}, "alpha_pattern": {}}
+    adapter, adapter_config = adapter_of(bases("llama"), **whole)
+    weights = FullModelHFCheckpointer(bases("llama")).load_checkpoint()["model"]
+    adapter |= {name: 0.7 * weights[name] for name in ("output.weight", "norm.scale")}
+    arguments = {
+        "format": "hf",
+        "base": bases("llama"),
+        "adapter": (adapter, adapter_config, "columns"),
+    }
+    saved = run_save(job, tmp_path, cut="rows", **arguments)
+    check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
+
+
+@pytest.mark.parametrize("format", ["meta", "tune"])
+def test_an_adapter_in_shards_in_the_other_formats(job, bases, tmp_path, format):
+    adapter_config = AdapterConfig(4, 6, (*ATTENTION, *MLP))
+    adapter = random_adapter(META_CONFIG.dims, adapter_config)
+    arguments = {
+        "format": format,
+        "base": bases(format),
+        "adapter": (adapter, adapter_config, "tensor parallel"),
+    }
+    saved = run_save(job, tmp_path, cut="tensor parallel", **arguments)
+    check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
+
+
+def test_large_tensors_are_gathered_a_few_rows_at_a_time(job, bases, tmp_path):
+    adapter, adapter_config = adapter_of(bases("llama"), use_dora=True)
+    arguments = {
+        "format": "hf",
+        "base": bases("llama"),
+        "adapter": (adapter, adapter_config, None),
+    }
+    # Both matrices of vocabulary x hidden have 131 x 42 elements.
+    limits = {"range_bytes": 8000, "most_gathered": 2000}
+    saved = run_save(job, tmp_path, cut="columns", **limits, **arguments)
+    check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_training_goes_on_while_shards_are_saved_in_the_background(job, bases, tmp_path, cut):
+    adapter, adapter_config = adapter_of(bases("llama"))
+    answers = job.run(
+        save_while_training,
+        base=bases("llama"),
+        out=tmp_path / "out",
+        cut=cut,
+        adapter=(adapter, adapter_config),
+    )
+    (saved, _), *_ = answers
+    # The adapter of the moment; the base, which does not change, is not copied.
+    whole = saved_whole(
+        "hf", bases("llama"), tmp_path / "whole", adapter=(adapter, adapter_config, None)
+    )
+    for name in ("merged/model-00001-of-00001.safetensors", "adapter_model.pt"):
+        assert (saved / name).read_bytes() == (whole / name).read_bytes()
+    assert verify(saved).problems == ()
+    assert sum(copied for _, copied in answers) == sum(one.numel() for one in adapter.values())
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_what_fails_in_the_background_of_one_process_is_raised_in_all(
+    job, bases, tmp_path, refused
+):
+    room = [60_000 if rank == refused else None for rank in range(len(job))]
+    answers = job.run(fail_in_the_background, room, base=bases("llama"), out=tmp_path / "out")
+    # Not by a look at a save that may have ended in some processes only, but by the next save.
+    assert answers == [["well", "well", "WriteError", "well", "well"]] * len(job)
+    check_nothing_left(tmp_path / "out", {"epoch_2"})
+    assert verify(tmp_path / "out" / "epoch_2").problems == ()
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_no_process_holds_more_than_its_share_and_a_few_tensors(job, tmp_path, cut):
+    sizes = config(hidden=480, ffn=960, heads=12, kv_heads=4, head_dim=40, vocab=12_000)
+    base = write_hf(hf_model(sizes), tmp_path / "base")
+    answers = job.run(memory_of_a_save, base=base, out=tmp_path / "out", cut=cut)
+    whole = sum(share for _, share, _ in answers)
+    for needed, _, largest in answers:
+        assert needed < 3 * largest < whole / 3, f"{needed} bytes of {whole} beside its share"
+
+
+def test_a_whole_adapter_alone_of_a_model_in_shards(job, bases, tmp_path):
     adapter_config = AdapterConfig(4, 6, ATTENTION)
     adapter = random_adapter(ODD_HEADS.dims, adapter_config)
     arguments = {
         "format": "hf",
         "base": bases("odd heads"),
-        "adapter": (adapter, adapter_config, False),
+        "adapter": (adapter, adapter_config, None),
         "adapter_only": True,
     }
-    saved = run_save(job, tmp_path, cut="rows", gathers=False, **arguments)
+    saved = run_save(job, tmp_path, cut="rows", most_gathered=0, **arguments)
     check_same(saved, saved_whole(out=tmp_path / "whole", **arguments))
+
+
+def same_content(found, expected):
+    """The same plain data, bit for bit, and plain tensors in it."""
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            same_content(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            same_content(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "cut", ["fsdp", "rows", "columns", "rows twice", "rows and columns", "tensor parallel"]
+)
+def test_an_optimizer_in_shards(job, bases, tmp_path, cut, is_async):
+    arguments = {"base": bases("qwen2"), "cut": cut, "is_async": is_async}
+    saved, *_ = job.run(save_with_an_optimizer, out=tmp_path / "out", **arguments)
+    # What torch.save makes of the whole state; of what is not in shards, the first process's.
+    with ZipFile(tmp_path / "expected.pt") as theirs, ZipFile(saved / "recipe_state.pt") as ours:
+        assert ours.testzip() is None
+        name = "{}/data.pkl".format
+        assert ours.read(name("archive")) == theirs.read(name("expected"))
+    found = torch.load(saved / "recipe_state.pt", weights_only=True)
+    same_content(found, torch.load(tmp_path / "expected.pt", weights_only=True))
+    assert found["plain"][0].tolist() == [0, 1, 2, 3, 4]
+    assert verify(saved).problems == ()
+    resumed = FullModelHFCheckpointer(
+        bases("qwen2"), output_dir=tmp_path / "out", should_load_recipe_state=True
+    ).load_checkpoint()
+    same_content(resumed["optimizer"], found["optimizer"])
 
 
 def test_a_checkpoint_is_replaced_and_old_ones_are_removed(job, bases, tmp_path):
@@ -270,15 +453,75 @@ def test_an_unsaveable_recipe_state_in_one_process_fails_all(job, bases, tmp_pat
     assert errors(answers, ConfigError, "recipe")[0].startswith("rank 1: ")
 
 
-def test_shards_beside_the_weights_are_refused(job, bases, tmp_path):
-    answers = job.run(save_with_an_optimizer, base=bases("llama"), out=tmp_path / "out")
-    errors(answers, ConfigError, "optimizer.state.0.exp_avg is a DTensor")
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "in the background"])
+def test_shards_in_a_job_of_one_process(job, bases, tmp_path, is_async):
+    arguments = {"base": bases("qwen2"), "cut": "fsdp", "is_async": is_async}
+    (tmp_path / "alone").mkdir()
+    alone = Job(1, tmp_path / "alone")
+    expected, *_ = alone.run(save_with_an_optimizer, out=tmp_path / "alone" / "out", **arguments)
+    alone.stop()
+    saved, *_ = job.run(save_with_an_optimizer, out=tmp_path / "out", **arguments)
+    name = "model-00001-of-00001.safetensors"
+    assert (saved / name).read_bytes() == (expected / name).read_bytes()
+    states = [torch.load(one / "recipe_state.pt", weights_only=True) for one in (saved, expected)]
+    same_content(*states)
 
 
-def test_shards_are_not_saved_in_the_background(job, bases, tmp_path):
-    nothing = [{}] * len(job)
-    arguments = {"base": bases("llama"), "out": tmp_path / "out", "is_async": True}
-    errors(job.run(save_changed, nothing, **arguments), ConfigError, "without AsyncCheckpointer")
+def test_a_recipe_state_is_mapped_by_each_process_and_outlives_its_file(job, tmp_path):
+    path = tmp_path / "recipe_state.pt"
+    large = torch.arange(12_000_000).reshape(3000, 4000)
+    torch.save({"optimizer": {0: {"exp_avg": large}}, "steps_run": 7}, path)
+    answers = job.run(load_state_and_remove, path=path)
+    for total, last_row, resident in answers:
+        assert total == large.shape and torch.equal(last_row, large[-1])
+        assert resident < large.nbytes // 4
+
+
+NAME = "layers.1.attn.k_proj.lora_b.weight"
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({NAME: torch.ones(28, 5, dtype=torch.bfloat16)}, f"adapter.{NAME}: [28, 5] float32, held"),
+        ({NAME: None}, f"adapter.{NAME}: [28, 5] float32, held in 2 ranges of rows on rank 0, not"),
+        (
+            {"optimizer": {"exp_avg": torch.ones(7, 4), "exp_avg_sq": torch.ones(7)}},
+            "optimizer.0.exp_avg: [7, 3] float32",
+        ),
+        ({"optimizer": {"exp_avg": torch.ones(7, 3)}}, "optimizer.0.exp_avg_sq: [7] float32"),
+        (
+            {"optimizer": {"exp_avg_sq": torch.ones(7), "exp_avg": torch.ones(7, 3)}},
+            "optimizer.0.exp_avg: comes where optimizer.0.exp_avg_sq does on rank 1",
+        ),
+    ],
+    ids=["dtype", "missing", "shape beside", "missing beside", "order beside"],
+)
+def test_shards_that_differ_in_one_process_fail_all(job, bases, tmp_path, change, says):
+    if len(job) > 2:
+        says = says.replace("2 ranges", "4 ranges")
+    changes = [change if rank == 1 else {} for rank in range(len(job))]
+    adapter = adapter_of(bases("llama"))
+    answers = job.run(
+        save_unlike, changes, base=bases("llama"), out=tmp_path / "out", adapter=adapter
+    )
+    errors(answers, TensorMismatchError, says)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_cannot_stand_beside_shards_is_refused(job, bases, tmp_path):
+    odd = [{"odd": {torch.ones(3)}, "optimizer": {"exp_avg": torch.ones(7)}}] * len(job)
+    adapter = adapter_of(bases("llama"))
+    answers = job.run(save_unlike, odd, base=bases("llama"), out=tmp_path / "out", adapter=adapter)
+    errors(answers, ConfigError, "a Tensor of the shape [3] cannot be saved beside")
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantised_shards_are_refused(job, bases, tmp_path):
+    pytest.importorskip("torchao")
+    answers = job.run(save_low_bit_states, base=bases("llama"), out=tmp_path / "out")
+    errors(answers, ConfigError, "exp_avg: a DTensor whose parts are OptimState8bits")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_mesh_of_some_processes_is_refused(job, bases, tmp_path):

@@ -51,11 +51,28 @@ class Shards:
     Attributes:
         held: ranges that a process can read by itself, in order, together all rows; none if what
             is in one process are not whole rows, or not as many as are needed together.
-        gather: all of the tensor; every process must ask for it at the same time.
+        gathered: the same tensor, of which every process gets the rows that it reads, whoever
+            holds them; every process must read the same ones at the same time.
+        teams: how some of the processes read rows together that none has whole, if they can.
     """
 
     held: tuple[Held, ...]
-    gather: Callable[[], Tensor]
+    gathered: "Rows"
+    teams: "Teams | None" = None
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Rows that a few processes of a job have together, and no other ones are needed for.
+
+    Attributes:
+        held: ranges, in order, together all rows, each with the processes that must read the same
+            rows of it at the same time.
+        rows: the tensor, to be read so.
+    """
+
+    held: tuple[Held, ...]
+    rows: "Rows"
 
 
 @dataclass(frozen=True)
@@ -110,13 +127,17 @@ class Rows:
             len(one.held) == 1 and one.held[0].ranks == first[0].ranks for one in shards
         )
         held = (Held(0, whole.count, first[0].ranks),) if together else ()
-        return replace(
-            whole, shards=Shards(held, lambda: make([part.read_all() for part in parts]))
-        )
+        gathered = cls.made_of([part.gathered for part in parts], shape, make)
+        return replace(whole, shards=Shards(held, gathered))
+
+    @property
+    def gathered(self) -> "Rows":
+        """The same, to be read by every process at the same time if it lies in shards."""
+        return self if self.shards is None else self.shards.gathered
 
     def read_all(self) -> Tensor:
         """The tensor; every process must ask for one in shards at the same time."""
-        return self.read(0, self.count) if self.shards is None else self.shards.gather()
+        return self.gathered.read(0, self.count)
 
     def map(self, convert: Callable[[Tensor], Tensor], unit: int = 1) -> "Rows":
         """What is made of each range by itself.
@@ -129,10 +150,16 @@ class Rows:
 
     def map_ranges(self, convert: Callable[[Tensor, int, int], Tensor], unit: int = 1) -> "Rows":
         """As :meth:`map`, of what is told too where the range begins and ends."""
-        unit = lcm(self.unit, unit)
         shards = self.shards and Shards(
-            _of_units(self.shards.held, unit), lambda: convert(self.read_all(), 0, self.count)
+            _of_units(self.shards.held, lcm(self.unit, unit)),
+            self.shards.gathered.map_ranges(convert, unit),
+            _teams(
+                self.shards.teams,
+                lambda held: _of_units(held, lcm(self.unit, unit)),
+                lambda rows: rows.map_ranges(convert, unit),
+            ),
         )
+        unit = lcm(self.unit, unit)
         return Rows(self.count, unit, lambda a, b: convert(self.read(a, b), a, b), shards)
 
     def within(self, context: Callable[[], AbstractContextManager[None]]) -> "Rows":
@@ -142,24 +169,31 @@ class Rows:
             with context():
                 return self.read(start, stop)
 
-        def gather() -> Tensor:
-            with context():
-                return self.read_all()
-
-        return replace(self, read=read, shards=self.shards and Shards(self.shards.held, gather))
+        shards = self.shards and Shards(
+            self.shards.held,
+            self.shards.gathered.within(context),
+            _teams(self.shards.teams, tuple, lambda rows: rows.within(context)),
+        )
+        return replace(self, read=read, shards=shards)
 
     def narrow(self, start: int, count: int) -> "Rows":
         """A range of the rows as a tensor of its own."""
         stop = start + count
         if start % self.unit or (count % self.unit and stop != self.count):
             whole = Rows(count, max(count, 1), lambda a, b: self.read(0, self.count)[start:stop])
-            held: tuple[Held, ...] = ()
+            shards = self.shards and Shards((), self.shards.gathered.narrow(start, count))
         else:
             whole = Rows(count, self.unit, lambda a, b: self.read(start + a, start + b))
-            held = () if self.shards is None else _cut(self.shards.held, start, stop)
-        return replace(
-            whole, shards=self.shards and Shards(held, lambda: self.read_all()[start:stop])
-        )
+            shards = self.shards and Shards(
+                _cut(self.shards.held, start, stop),
+                self.shards.gathered.narrow(start, count),
+                _teams(
+                    self.shards.teams,
+                    lambda held: _cut(held, start, stop),
+                    lambda rows: rows.narrow(start, count),
+                ),
+            )
+        return replace(whole, shards=shards)
 
     @classmethod
     def concatenated(cls, parts: "Sequence[Rows]") -> "Rows":
@@ -182,7 +216,8 @@ class Rows:
             for first, part in zip(starts, parts, strict=True)
             for one in (() if part.shards is None else part.shards.held)
         ]
-        return cls(ends[-1], unit, read, cls._joined(parts, 0, _of_units(held, unit)))
+        shards = cls._joined(parts, _of_units(held, unit), cls.concatenated)
+        return cls(ends[-1], unit, read, shards)
 
     @classmethod
     def side_by_side(cls, parts: "Sequence[Rows]", dim: int) -> "Rows":
@@ -194,20 +229,30 @@ class Rows:
             parts[0].count,
             unit,
             lambda a, b: torch.cat([part.read(a, b) for part in parts], dim),
-            cls._joined(parts, dim, _of_units(held, unit)),
+            cls._joined(parts, _of_units(held, unit), lambda own: cls.side_by_side(own, dim)),
         )
 
     @staticmethod
-    def _joined(parts: "Sequence[Rows]", dim: int, held: tuple[Held, ...]) -> Shards | None:
+    def _joined(
+        parts: "Sequence[Rows]", held: tuple[Held, ...], join: "Callable[[Sequence[Rows]], Rows]"
+    ) -> Shards | None:
         """The shards of parts that are joined, if any of them has shards."""
         shards = [part.shards for part in parts if part.shards is not None]
         if not shards:
             return None
         # A part that every process has, or none can read by itself, has no ranges here.
         complete = len(shards) == len(parts) and all(one.held for one in shards)
-        return Shards(
-            held if complete else (), lambda: torch.cat([part.read_all() for part in parts], dim)
-        )
+        return Shards(held if complete else (), join([part.gathered for part in parts]))
+
+
+def _teams(
+    teams: Teams | None,
+    ranges: Callable[[Sequence[Held]], tuple[Held, ...]],
+    rows: Callable[[Rows], Rows],
+) -> Teams | None:
+    """What teams read of something that is made of what they have, if they can."""
+    held = () if teams is None else ranges(teams.held)
+    return Teams(held, rows(teams.rows)) if teams is not None and held else None
 
 
 def _of_units(held: Sequence[Held], unit: int) -> tuple[Held, ...]:
@@ -268,20 +313,23 @@ class StateDictSource:
     """A state dict in memory, as a source. Its tensors are handed out as they are.
 
     Those of which each process of a job has a part (``DTensor``) are known by their whole shape.
+
+    Attributes:
+        state_dict: the state dict.
     """
 
     def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
-        self._state_dict = state_dict
+        self.state_dict = state_dict
         self.metas: dict[str, TensorMeta] = {
             name: meta_of(tensor) for name, tensor in state_dict.items()
         }
 
     def read(self, name: str) -> Tensor:
-        tensor = self._state_dict[name].detach()
+        tensor = self.state_dict[name].detach()
         return self.rows(name).read_all() if is_dtensor(tensor) else tensor
 
     def rows(self, name: str) -> Rows:
-        tensor = self._state_dict[name].detach()
+        tensor = self.state_dict[name].detach()
         if is_dtensor(tensor):
             # Imported here: it is made of what is in this module.
             from checkpointing.mapping.dtensors import rows_of_dtensor
@@ -334,13 +382,25 @@ class LazyTensors(Mapping[str, Tensor]):
 
     @classmethod
     def of_whole(
-        cls, metas: Mapping[str, TensorMeta], compute: Mapping[str, Callable[[], Tensor]]
+        cls,
+        metas: Mapping[str, TensorMeta],
+        compute: Mapping[str, Callable[[], Tensor]],
+        gathers: bool = False,
     ) -> "LazyTensors":
-        """Tensors that can only be computed whole."""
-        return LazyTensors(
-            metas,
-            {name: partial(Rows.whole, metas[name].shape, one) for name, one in compute.items()},
-        )
+        """Tensors that can only be computed whole.
+
+        Args:
+            metas: shape and dtype of every tensor.
+            compute: computes each tensor.
+            gathers: what they are computed of lies in shards, so that every process must compute
+                the same one at the same time.
+        """
+
+        def rows(name: str, one: Callable[[], Tensor]) -> Rows:
+            whole = Rows.whole(metas[name].shape, one)
+            return replace(whole, shards=Shards((), whole)) if gathers else whole
+
+        return LazyTensors(metas, {name: partial(rows, name, one) for name, one in compute.items()})
 
     def read(self, name: str) -> Tensor:
         return self.rows(name).read_all()

@@ -257,7 +257,7 @@ def _jobs(ranges: Sequence[PlacedRows], source: TensorSource) -> Iterator[list[P
     together: list[PlacedRows] = []
     nbytes = 0
     for large in ranges:
-        for one in _in_parts(large, source.rows(large.tensor.name), most):
+        for one in in_parts(large, source.rows(large.tensor.name), most):
             if together and nbytes + one.nbytes > most:
                 yield together
                 together, nbytes = [], 0
@@ -267,7 +267,8 @@ def _jobs(ranges: Sequence[PlacedRows], source: TensorSource) -> Iterator[list[P
         yield together
 
 
-def _in_parts(large: PlacedRows, rows: Rows, most: int) -> Iterator[PlacedRows]:
+def in_parts(large: PlacedRows, rows: Rows, most: int) -> Iterator[PlacedRows]:
+    """Ranges of no more than a number of bytes, unless the tensor cannot be had in such."""
     tensor = large.tensor
     if rows.count != tensor.row_count:
         raise _mismatch(tensor.name, f"{rows.count} rows", tensor.meta)

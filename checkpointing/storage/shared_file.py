@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from checkpointing.errors import WriteError
-from checkpointing.mapping.tensors import StateDictSource, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, Rows, TensorSource
 from checkpointing.storage.digest import FileDigest
 from checkpointing.storage.new_file import (
-    LEAST_RANGE,
     NewFile,
     PlacedRows,
     PlacedTensor,
@@ -20,6 +20,7 @@ from checkpointing.storage.new_file import (
     crcs_of,
 )
 from checkpointing.storage.ranks import Ranks
+from checkpointing.storage.shared_work import Gathered, Work
 
 _Result = TypeVar("_Result")
 
@@ -67,17 +68,20 @@ class SharedFile(NewFile):
         def write(ranges: Sequence[PlacedRows], source: TensorSource) -> None:
             written.extend(self._write_rows(ranges, source, progress, crc))
 
-        def write_gathered(tensor: PlacedTensor, share: Sequence[PlacedRows]) -> None:
-            whole = self._attempt(source.rows(tensor.name).read_all, for_others=True)
-            if share and whole is not None:
-                self._attempt(partial(write, share, StateDictSource({tensor.name: whole})))
+        def write_gathered(work: Gathered) -> None:
+            start, stop = work.place.start, work.place.stop
+            some = self._attempt(partial(work.rows.read, start, stop), for_others=True)
+            share = work.shares[self._ranks.rank]
+            if share and some is not None:
+                self._attempt(partial(write, share, _in_memory(work.place, some)))
 
-        work = _Work(tensors, source, self._ranks.count)
+        work = Work(tensors, source, self._ranks.count)
         own = work.readable[self._ranks.rank]
         self._attempt(partial(write, own, source))
         with keeping_the_last():
-            for tensor, shares in work.gathered:
-                write_gathered(tensor, shares[self._ranks.rank])
+            for gathered in work.gathered:
+                if self._ranks.rank in gathered.ranks:
+                    write_gathered(gathered)
         self._raise_together()
         if crc is None:
             return {}
@@ -139,46 +143,11 @@ def _opened(path: Path, ranks: Ranks) -> SharedFile:
         ) from error
 
 
-class _Work:
-    """Which process writes what of a file. Every process comes to the same result.
+def _in_memory(rows: PlacedRows, some: Tensor) -> TensorSource:
+    """A tensor of which only some rows are in memory."""
+    name, meta = rows.tensor.name, rows.tensor.meta
 
-    Args:
-        tensors: of the file.
-        source: the tensors.
-        count: number of processes.
+    def read(start: int, stop: int) -> Tensor:
+        return some[start - rows.start : stop - rows.start] if meta.shape else some
 
-    Attributes:
-        readable: by rank, what it can read by itself.
-        gathered: what must be gathered, in order; of each, by rank, what it writes then.
-    """
-
-    def __init__(self, tensors: Sequence[PlacedTensor], source: TensorSource, count: int) -> None:
-        everyone = tuple(range(count))
-        self._loads = [0] * count
-        self.readable: list[list[PlacedRows]] = [[] for _ in everyone]
-        self.gathered: list[tuple[PlacedTensor, list[list[PlacedRows]]]] = []
-        for tensor in tensors:
-            rows = source.rows(tensor.name)
-            if rows.shards is None:
-                self._deal(tensor.all_rows, rows.unit, everyone, self.readable)
-                continue
-            for held in rows.shards.held:
-                place = replace(tensor.all_rows, start=held.start, stop=held.stop)
-                self._deal(place, rows.unit, held.ranks, self.readable)
-            if not rows.shards.held:
-                shares: list[list[PlacedRows]] = [[] for _ in everyone]
-                self._deal(tensor.all_rows, 1, everyone, shares)
-                self.gathered.append((tensor, shares))
-
-    def _deal(
-        self, place: PlacedRows, unit: int, ranks: Sequence[int], to: list[list[PlacedRows]]
-    ) -> None:
-        """Gives rows to those ranks, of all that have them, which have least to write."""
-        count = place.stop - place.start
-        parts = max(min(len(ranks), place.nbytes // LEAST_RANGE), 1)
-        step = max(-(-count // (parts * unit)), 1) * unit
-        for start in range(place.start, max(place.stop, place.start + 1), step):
-            part = replace(place, start=start, stop=min(start + step, place.stop))
-            rank = min(ranks, key=self._loads.__getitem__)
-            self._loads[rank] += part.nbytes
-            to[rank].append(part)
+    return LazyTensors({name: meta}, {name: lambda: Rows(rows.tensor.row_count, 1, read)})

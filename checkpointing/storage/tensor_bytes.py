@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from checkpointing.mapping.tensors import is_dtensor
+
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's elements in row-major order; a copy only where they are not that."""
@@ -19,8 +21,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def named_tensors(content: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in nested dictionaries and lists, by the path to them."""
-    if type(content) in (Tensor, torch.nn.Parameter):
+    """The plain tensors in nested dictionaries and lists, and those in shards, by their paths."""
+    if type(content) in (Tensor, torch.nn.Parameter) or is_dtensor(content):
         yield prefix, content  # type: ignore[misc]
     elif isinstance(content, Mapping | list | tuple):
         items = content.items() if isinstance(content, Mapping) else enumerate(content)

@@ -19,6 +19,7 @@ from zlib import crc32
 
 import torch
 
+from checkpointing.errors import ConfigError
 from checkpointing.mapping.tensors import TensorMeta
 
 # The other dtypes have no storage class of their own.
@@ -43,15 +44,22 @@ _MAX_32, _MAX_16 = 0xFFFFFFFF, 0xFFFF
 
 
 class TorchArchive:
-    """Where everything lies in a file that ``torch.load`` reads as a dictionary of tensors.
+    """Where everything lies in a file that ``torch.load`` reads.
 
     Args:
         metas: shape and dtype of each tensor, by name.
         copies: names of tensors that are others over again, and of these, which come before them:
             they share the data, as tied weights do.
         name: of the directory in the archive, without a slash.
+        content: what the file holds: plain data, in which there are tensors; those of a dictionary
+            of them by name if not given.
+        name_of: name of each tensor in the content, by its ``id``.
+
+    Raises:
+        ConfigError: if the content has a tensor that has no name.
 
     Attributes:
+        metas: shape and dtype of each tensor.
         size: of the file, in bytes.
         offsets: where each tensor's data begins in the file, in bytes; a multiple of 64. The data
             are the tensor's elements in row-major order, little-endian. Copies are left out.
@@ -62,10 +70,13 @@ class TorchArchive:
         metas: Mapping[str, TensorMeta],
         copies: Mapping[str, str] | None = None,
         name: str = "archive",
+        content: object = None,
+        name_of: Mapping[int, str] | None = None,
     ) -> None:
+        self.metas = metas
         copies = copies or {}
         before = {
-            "data.pkl": _pickle(metas, copies),
+            "data.pkl": _pickle(metas, copies, content, name_of or {}),
             ".format_version": b"1",
             ".storage_alignment": str(_ALIGNMENT).encode(),
             "byteorder": b"little",
@@ -185,17 +196,36 @@ class _Tensor:
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: BytesIO, tensors: Mapping[int, _Tensor]) -> None:
+        super().__init__(file, protocol=2)
+        self._tensors = tensors
+
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         return obj.persistent_id if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: object) -> Any:
+        tensor = self._tensors.get(id(obj))
+        if tensor is None and isinstance(obj, torch.Tensor):
+            raise ConfigError(
+                f"a {type(obj).__name__} of the shape {list(obj.shape)} cannot be saved beside "
+                "tensors in shards; turn it into plain tensors in dictionaries and lists"
+            )
+        return NotImplemented if tensor is None else tensor.__reduce__()
 
 
 def _without(metas: Mapping[str, TensorMeta], copies: Mapping[str, str]) -> list[str]:
     return [name for name in metas if name not in copies]
 
 
-def _pickle(metas: Mapping[str, TensorMeta], copies: Mapping[str, str]) -> bytes:
+def _pickle(
+    metas: Mapping[str, TensorMeta],
+    copies: Mapping[str, str],
+    content: object,
+    name_of: Mapping[int, str],
+) -> bytes:
     buffer = BytesIO()
     keys = {name: str(index) for index, name in enumerate(_without(metas, copies))}
     tensors = {name: _Tensor(keys[copies.get(name, name)], meta) for name, meta in metas.items()}
-    _Pickler(buffer, protocol=2).dump(tensors)
+    pickler = _Pickler(buffer, {key: tensors[name] for key, name in name_of.items()})
+    pickler.dump(tensors if content is None else content)
     return buffer.getvalue()

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from checkpointing.errors import ConfigError
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource, meta_of
 from checkpointing.storage.new_file import NewFile, PlacedTensor, Progress
 from checkpointing.storage.safetensors_header import SAFETENSORS_DTYPES
 from checkpointing.storage.tensor_bytes import named_tensors
@@ -74,12 +75,27 @@ def write_torch_file(
     file: NewFile, source: TensorSource, names: Sequence[str], progress: Progress
 ) -> None:
     """Writes a state dict as ``torch.save`` does."""
-    # Imported here: few files are of this kind.
-    from zlib_ng.zlib_ng import crc32, crc32_combine
-
     metas = {name: source.metas[name] for name in names}
     copies = source.copies if isinstance(source, LazyTensors) else {}
     archive = TorchArchive(metas, {n: own for n, own in copies.items() if {n, own} <= set(metas)})
+    write_archive(file, archive, source, progress)
+    progress(sum(metas[name].nbytes for name in names if name not in archive.offsets))
+
+
+def write_archive(
+    file: NewFile, archive: TorchArchive, source: TensorSource, progress: Progress
+) -> None:
+    """Writes a file of ``torch.save``.
+
+    Args:
+        file: new.
+        archive: where everything lies in it.
+        source: the tensors.
+        progress: called by several threads.
+    """
+    # Imported here: few files are of this kind.
+    from zlib_ng.zlib_ng import crc32, crc32_combine
+
     file.set_size(archive.size)
     ranges = file.write_tensors(_placed(source, archive.offsets), source, progress, crc32)
     crcs = {}
@@ -89,11 +105,35 @@ def write_torch_file(
             crcs[name] = crc32_combine(crcs[name], crc, size)
     for offset, piece in archive.pieces(crcs):
         file.write(offset, piece)
-    progress(sum(metas[name].nbytes for name in names if name not in archive.offsets))
 
 
 def _placed(source: TensorSource, offsets: Mapping[str, int]) -> list[PlacedTensor]:
     return [PlacedTensor(name, source.metas[name], offset) for name, offset in offsets.items()]
+
+
+def tensors_by_name(content: object) -> dict[str, Tensor]:
+    """The tensors in plain data, each once, by the path to it; a path that is taken gets longer."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for path, tensor in named_tensors(content):
+        first.setdefault(id(tensor), (path, tensor))
+    tensors: dict[str, Tensor] = {}
+    for path, tensor in first.values():
+        while path in tensors:
+            path += "'"
+        tensors[path] = tensor
+    return tensors
+
+
+def archive_of(content: object) -> TorchArchive:
+    """Where plain data and the tensors in it lie in a file, by :func:`tensors_by_name`.
+
+    Raises:
+        ConfigError: if a tensor is neither plain nor in shards.
+    """
+    tensors = tensors_by_name(content)
+    metas = {name: meta_of(tensor) for name, tensor in tensors.items()}
+    name_of = {id(tensor): name for name, tensor in tensors.items()}
+    return TorchArchive(metas, content=content, name_of=name_of)
 
 
 def write_torch_object(file: NewFile, content: object) -> None:

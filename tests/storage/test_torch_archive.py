@@ -3,6 +3,7 @@ import pickletools
 import random
 import shutil
 import subprocess
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from struct import pack, unpack
 from zipfile import ZipFile
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from torch.serialization import skip_data
 from torch.utils.serialization import config
 
+from checkpointing.errors import ConfigError
 from checkpointing.mapping.tensors import TensorMeta, meta_of
+from checkpointing.storage import write as write_module
 from checkpointing.storage.read import SAFETENSORS_DTYPES, load_torch_file
 from checkpointing.storage.torch_archive import TorchArchive
 from checkpointing.storage.torch_file import check_torch_file
@@ -425,3 +428,25 @@ def test_the_crcs_of_a_large_file_are_checked_by_all(tmp_path):
         assert file.testzip() is None
     if shutil.which("unzip"):
         assert subprocess.run(["unzip", "-tqq", path], check=False).returncode == 0
+
+
+def test_plain_data_with_tensors_in_it_is_pickled_as_torch_save_does(tmp_path):
+    content = {
+        "state": [{"exp": torch.arange(15.0).reshape(3, 5), "step": torch.tensor(3)}, (1, None)],
+        "a.b": torch.ones(7),
+        "a": {"b": torch.arange(2, dtype=torch.int8)},
+        "kinds": Counter({5: 2}),
+    }
+    archive, tensors = write_module.archive_of(content), write_module.tensors_by_name(content)
+    assert list(tensors) == ["state.0.exp", "state.0.step", "a.b", "a.b'"]
+    write(tmp_path / "ours.pt", archive, tensors)
+    theirs = torch_saved(tmp_path, content)
+    with ZipFile(tmp_path / "ours.pt") as found, ZipFile(theirs) as expected:
+        for entry in ("data.pkl", *(f"data/{number}" for number in range(4))):
+            assert found.read(f"archive/{entry}") == expected.read(f"archive/{entry}")
+    assert repr(torch.load(tmp_path / "ours.pt", weights_only=True)) == repr(content)
+
+
+def test_a_tensor_that_has_no_name_is_refused():
+    with pytest.raises(ConfigError, match=r"shape \[3\] cannot be saved beside"):
+        write_module.archive_of({"set": {torch.ones(3)}})
