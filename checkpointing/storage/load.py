@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from checkpointing.errors import TensorMismatchError
 from checkpointing.mapping.tensors import Rows, TensorSource
+from checkpointing.storage.local_part import local_tensor, part_held
 from checkpointing.storage.new_file import Progress
 from checkpointing.storage.page_in import fits_in_memory, page_in
 from checkpointing.storage.threads import Check, run
@@ -60,48 +60,82 @@ def copy_into(
 ) -> None:
     """Copies tensors into memory that is there, a few rows at a time.
 
+    Of a tensor of which each process of a job has a part (``DTensor``), each reads the rows of its
+    own, and sends nothing.
+
     Args:
         targets: what to overwrite, on any device; a floating point tensor of another dtype gets
             the values rounded to it.
         source: the tensors.
         subject: names the source in errors.
-        progress: called, by several threads, with the number of bytes that were just read.
+        progress: called, by several threads, with the number of bytes that were just read, or need
+            not be read here.
 
     Raises:
         TensorMismatchError: lists what differs in name or shape, or cannot take the values; then
             nothing is copied.
+        ConfigError: if it is not known which part of a tensor this process has.
         CorruptCheckpointError: if a file cannot be read any more.
     """
     _check_targets(targets, source, subject)
+    parts = {name: _Part(target, name) for name, target in targets.items()}
 
     def copy(ranges: Sequence[_Range], check: Check) -> None:
         for name, rows, start, stop in ranges:
             check()
-            target = targets[name].detach()
-            part = rows.read(start, stop)
-            page_in(part, name)
-            (target[start:stop] if target.dim() else target).copy_(part)
-            progress(part.nbytes)
+            found = rows.read(start, stop)
+            page_in(found, name)
+            parts[name].take(found, start, stop)
+            progress(found.nbytes)
 
-    run([partial(copy, ranges) for ranges in _jobs(source)])
+    run([partial(copy, ranges) for ranges in _jobs(source, parts, progress)])
+
+
+class _Part:
+    """What this process has of a tensor that is copied into.
+
+    Attributes:
+        rows: which of the whole tensor's; a scalar's only one.
+    """
+
+    def __init__(self, target: Tensor, name: str) -> None:
+        self._local = local_tensor(target)
+        self.rows, *self._columns = part_held(target, name) or (slice(0, 1),)
+
+    def take(self, found: Tensor, start: int, stop: int) -> None:
+        """Copies what is held of some rows of the whole tensor, from ``start`` to ``stop``."""
+        if not found.dim():
+            self._local.copy_(found)
+            return
+        first, last = max(start, self.rows.start), min(stop, self.rows.stop)
+        own = found[(slice(first - start, last - start), *self._columns)]
+        self._local[first - self.rows.start : last - self.rows.start].copy_(own)
 
 
 _Range = tuple[str, Rows, int, int]
 """Name and rows of a tensor, and from which row to which."""
 
 
-def _jobs(source: TensorSource) -> Iterator[list[_Range]]:
+def _jobs(
+    source: TensorSource, parts: Mapping[str, _Part], progress: Progress
+) -> Iterator[list[_Range]]:
     """What one thread copies at a time."""
     together: list[_Range] = []
     nbytes = 0
     for name, meta in source.metas.items():
-        rows = source.rows(name)
+        rows, own = source.rows(name), parts[name].rows
         row_bytes = meta.nbytes // max(rows.count, 1)
         # Where an axis gets another order, its rows can only be had several at a time.
         block = _VIEWED if rows.unit == 1 else _COMPUTED
         step = max(block // max(row_bytes, 1) // rows.unit, 1) * rows.unit
-        for start in range(0, rows.count, step):
-            stop = min(start + step, rows.count)
+        # Those that are held may begin and end in the midst of what can be had.
+        first = own.start // rows.unit * rows.unit
+        last = min(-(-own.stop // rows.unit) * rows.unit, rows.count)
+        if own.start == own.stop:
+            last = first
+        progress((rows.count - (last - first)) * row_bytes)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
             together.append((name, rows, start, stop))
             nbytes += (stop - start) * row_bytes
             if nbytes >= _JOB:
@@ -119,7 +153,7 @@ def _check_targets(targets: Mapping[str, Tensor], source: TensorSource, subject:
             problems.append(f"{name}: unexpected, {list(target.shape)}")
         elif meta.shape != tuple(target.shape):
             problems.append(f"{name}: {list(target.shape)}, expected {list(meta.shape)}")
-        elif type(target) not in (Tensor, Parameter) or target.is_meta:
+        elif type(local_tensor(target)) is not Tensor or target.is_meta:
             kind = "has no memory" if target.is_meta else f"is a {type(target).__name__}"
             problems.append(f"{name}: {kind}, so that values cannot be copied into it")
         elif meta.dtype != target.dtype and not (

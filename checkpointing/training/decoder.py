@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from checkpointing.families import FAMILIES
 from checkpointing.families.decoder import LAYER
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.rules import BIAS, SCALE, TABLE
+from checkpointing.mapping.tensors import is_dtensor
 from checkpointing.training.moe import GroupedExperts, MixtureOfExperts, Router
 from checkpointing.training.rope import RotaryEmbedding, rotate
 
@@ -69,7 +71,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.dims = config.dims
+        self.head_dim = config.dims.head_dim
         self.halves = FAMILIES[config.family].rotates_halves
         self.has_rope = layer not in config.no_rope_layers
         self.scale = config.attention_scale
@@ -93,10 +95,9 @@ class Attention(nn.Module):
             mask: boolean ``[batch or 1, 1, seq, seq]``, true where a token (dimension 2) attends
                 to another (dimension 3); ``None`` for plain causal attention.
         """
-        dims = self.dims
-        q = self._heads(self.q_proj(x), self.q_norm, dims.heads)
-        k = self._heads(self.k_proj(x), self.k_norm, dims.kv_heads)
-        v = self.v_proj(x).unflatten(-1, (dims.kv_heads, dims.head_dim))
+        q = self._heads(self.q_proj(x), self.q_norm)
+        k = self._heads(self.k_proj(x), self.k_norm)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.has_rope:
             q, k = (rotate(each, *angles, halves=self.halves) for each in (q, k))
         attended = attend(
@@ -104,9 +105,10 @@ class Attention(nn.Module):
         )
         return self.output_proj(attended.transpose(1, 2).flatten(-2))
 
-    def _heads(self, projected: Tensor, norm: nn.Module, heads: int) -> Tensor:
+    def _heads(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """``[batch, seq, heads, head_dim]``, normed over each head or over all of them."""
-        split = (heads, self.dims.head_dim)
+        # With tensor parallelism these are some of the heads.
+        split = (-1, self.head_dim)
         if self.norms_all_heads:
             return norm(projected).unflatten(-1, split)
         return norm(projected.unflatten(-1, split))
@@ -285,7 +287,9 @@ class TransformerDecoder(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _tied_output(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.tok_embeddings.weight)  # type: ignore[arg-type]
+        weight: Any = self.tok_embeddings.weight
+        # With tensor parallelism every rank has the whole table.
+        return F.linear(x, weight.to_local() if is_dtensor(weight) else weight)
 
 
 def attention_mask(
@@ -316,6 +320,25 @@ def attention_mask(
     return mask
 
 
+def empty_decoder(config: ModelConfig, dtype: torch.dtype) -> TransformerDecoder:
+    """A decoder without memory: its parameters are on the meta device.
+
+    Args:
+        config: of the checkpoint.
+        dtype: of the model's parameters.
+
+    Raises:
+        ConfigError: if the model has features that the decoder does not compute.
+    """
+    if config.unsupported:
+        raise ConfigError(
+            f"this {config.family} model cannot be trained here: the native decoder does not "
+            f"compute {', '.join(config.unsupported)}; its checkpoint can be converted all the same"
+        )
+    with torch.device("meta"):
+        return TransformerDecoder(config).to(dtype)
+
+
 def build_decoder(
     config: ModelConfig,
     state_dict: Mapping[str, Tensor],
@@ -340,13 +363,7 @@ def build_decoder(
         ConfigError: if the model has features that the decoder does not compute.
         TensorMismatchError: if tensors are missing, unexpected or misshapen; all in one error.
     """
-    if config.unsupported:
-        raise ConfigError(
-            f"this {config.family} model cannot be trained here: the native decoder does not "
-            f"compute {', '.join(config.unsupported)}; its checkpoint can be converted all the same"
-        )
-    with torch.device("meta"):
-        model = TransformerDecoder(config)
+    model = empty_decoder(config, dtype)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     check_tensors(expected, state_dict, "weights do not fit the model's config")
     weights = {

@@ -20,11 +20,17 @@ from checkpointing.errors import ConfigError, TensorMismatchError
 from checkpointing.families import FAMILIES
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.nearest import hint
+from checkpointing.storage.local_part import copy_part, whole
 from checkpointing.training.adapter_switch import Switched
 from checkpointing.training.decoder import RMSNorm, TransformerDecoder
 from checkpointing.training.lora_embedding import DoRAEmbedding, LoRAEmbedding
 from checkpointing.training.moe import ExpertsAdapter, GroupedExperts, LoRAGroupedExperts
-from checkpointing.training.whole_modules import tensors_of_base, train_whole, trained_copies
+from checkpointing.training.whole_modules import (
+    start_copies,
+    tensors_of_base,
+    train_whole,
+    trained_copies,
+)
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "output_proj")
 EXPERTS_MODULES = ("gate_proj", "up_proj", "down_proj")
@@ -53,13 +59,9 @@ class LoRALinear(Switched, nn.Module):
         self.bias = None if base.bias is None else base.bias.requires_grad_(False)
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        own: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
-        self.lora_a = nn.Linear(base.in_features, rank, bias=False, **own)
-        self.lora_b = nn.Linear(rank, base.out_features, bias=lora_bias, **own)
-        nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_b.weight)
-        if lora_bias:
-            nn.init.zeros_(self.lora_b.bias)
+        self.lora_a, self.lora_b = _fresh_pair(
+            base.in_features, rank, base.out_features, lora_bias, base.weight.device
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
@@ -72,6 +74,15 @@ class LoRALinear(Switched, nn.Module):
         yield "lora_b.weight", self.lora_b.weight
         if self.lora_b.bias is not None:
             yield "lora_b.bias", self.lora_b.bias
+
+    def fresh_values(self) -> dict[str, Tensor]:
+        """What :meth:`adapter_parameters` start as, whole, drawn anew as the constructor draws."""
+        a, b = self.lora_a, self.lora_b
+        a, b = _fresh_pair(
+            a.in_features, a.out_features, b.out_features, b.bias is not None, a.weight.device
+        )
+        values = {"lora_a.weight": a.weight, "lora_b.weight": b.weight}
+        return values if b.bias is None else {**values, "lora_b.bias": b.bias}
 
     def _update(self, x: Tensor) -> Tensor:
         down = F.linear(x, self.lora_a.weight.type_as(x))
@@ -95,8 +106,7 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank, scale, dropout)
-        # `to` with a dtype also dequantises an NF4 weight; `float` on one of fp32 does not.
-        self.magnitude = nn.Parameter(base.weight.detach().to(torch.float32).norm(dim=1))
+        self.magnitude = nn.Parameter(_row_norms_of(base.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., in]`` to ``[..., out]``; keeps the dtype."""
@@ -115,10 +125,33 @@ class DoRALinear(LoRALinear):
         yield from super().adapter_parameters()
         yield "magnitude", self.magnitude
 
+    def fresh_values(self) -> dict[str, Tensor]:
+        """What :meth:`adapter_parameters` start as, whole; all ranks must call this together."""
+        return {**super().fresh_values(), "magnitude": _row_norms_of(whole(self.weight))}
+
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
         update = self.lora_b.weight @ self.lora_a.weight
         return torch.add(self.weight.to(torch.float32), update, alpha=self.scale).norm(dim=1)
+
+
+def _fresh_pair(
+    in_: int, rank: int, out: int, lora_bias: bool, device: torch.device
+) -> tuple[nn.Linear, nn.Linear]:
+    """A and B as they start."""
+    own: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    a = nn.Linear(in_, rank, bias=False, **own)
+    b = nn.Linear(rank, out, bias=lora_bias, **own)
+    nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+    nn.init.zeros_(b.weight)
+    if lora_bias:
+        nn.init.zeros_(b.bias)
+    return a, b
+
+
+def _row_norms_of(weight: Tensor) -> Tensor:
+    # `to` with a dtype also dequantises an NF4 weight; `float` on one of fp32 does not.
+    return weight.detach().to(torch.float32).norm(dim=1)
 
 
 def add_adapter(
@@ -141,18 +174,19 @@ def add_adapter(
     grouped = {n: m for n, m in model.named_modules() if isinstance(m, GroupedExperts)}
     experts = {f"{name}.{last}" for name in grouped for last in EXPERTS_MODULES}
     _check_targets(model, config, plain.keys() | experts)
-    whole = _whole_modules(model, config)
+    trained = _whole_modules(model, config)
     carrying = {
         name for name in plain.keys() | experts if name.rpartition(".")[2] in config.target_modules
     }
-    if both := sorted(carrying & whole.keys()):
+    if both := sorted(carrying & trained.keys()):
         raise ConfigError(
             f"{', '.join(both)}: to get an adapter and to be trained whole; it can be only one, so "
             "take it out of model.modules_to_save, or give its kind no adapter"
         )
     if like is not None:
         carrying &= set(adapter_modules(like))
-        whole = {name: module for name, module in whole.items() if name in trained_tensors(like)}
+        named = trained_tensors(like)
+        trained = {name: module for name, module in trained.items() if name in named}
     model.requires_grad_(False)
     for name, base in plain.items():
         if name in carrying:
@@ -166,7 +200,7 @@ def add_adapter(
         if adapters:
             adapted = LoRAGroupedExperts(experts_of_layer, adapters, config.dropout)
             model.set_submodule(name, adapted)
-    for module in whole.values():
+    for module in trained.values():
         train_whole(module)
     model.adapter_config = config
 
@@ -235,6 +269,28 @@ def _check_name(name: str, known: set[str], what: str) -> None:
         raise ConfigError(f"unknown {what} {name!r}; {hint(name, known)}{names}")
 
 
+def init_adapter(model: TransformerDecoder) -> None:
+    """Gives an adapter the values that :func:`add_adapter` gives one where the weights are loaded.
+
+    It is for a model that got its adapter, its memory and its weights in this order. The same is
+    drawn, bit for bit, as for a model on one device: every rank draws the whole tensors of one
+    module at a time, and keeps its part. All ranks must call this together.
+
+    Args:
+        model: with memory, its base loaded; its parameters may be cut (``DTensor``).
+    """
+    modules = list(model.modules())
+    # In the order in which add_adapter draws: for experts last.
+    for module in (
+        *(each for each in modules if isinstance(each, LoRALinear | LoRAEmbedding)),
+        *(each for each in modules if isinstance(each, LoRAGroupedExperts)),
+    ):
+        values = module.fresh_values()
+        for name, parameter in module.adapter_parameters():
+            copy_part(parameter, values[name], name)
+    start_copies(model)
+
+
 def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _update_parameters(model)
     yield from trained_copies(model)
@@ -274,6 +330,10 @@ def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copies a saved adapter into the model's.
 
+    Args:
+        model: its parameters may be cut (``DTensor``); then each rank takes its part.
+        tensors: whole, by native name.
+
     Raises:
         TensorMismatchError: if tensors are missing, unexpected or misshapen; all in one error.
     """
@@ -290,9 +350,8 @@ def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             problems,
             "Use the same settings in section `model` as the run that saved it.",
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+    for name, parameter in own.items():
+        copy_part(parameter, tensors[name], name)
 
 
 def adapter_config_from_recipe(

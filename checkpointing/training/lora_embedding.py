@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpointing.storage.local_part import whole
 from checkpointing.training.adapter_switch import Switched
 
 
@@ -27,11 +28,9 @@ class LoRAEmbedding(Switched, nn.Module):
         super().__init__()
         self.weight = base.weight.requires_grad_(False)
         self.scale = scale
-        own: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
-        self.lora_embedding_a = nn.Linear(base.num_embeddings, rank, bias=False, **own)
-        self.lora_embedding_b = nn.Linear(rank, base.embedding_dim, bias=False, **own)
-        nn.init.zeros_(self.lora_embedding_a.weight)
-        nn.init.normal_(self.lora_embedding_b.weight)
+        self.lora_embedding_a, self.lora_embedding_b = _fresh_pair(
+            base.num_embeddings, rank, base.embedding_dim, base.weight.device
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids ``[...]`` to vectors ``[..., hidden]`` of the weight's dtype."""
@@ -42,6 +41,12 @@ class LoRAEmbedding(Switched, nn.Module):
         """The adapter's own parameters, by their names in this module."""
         yield "lora_embedding_a.weight", self.lora_embedding_a.weight
         yield "lora_embedding_b.weight", self.lora_embedding_b.weight
+
+    def fresh_values(self) -> dict[str, Tensor]:
+        """What :meth:`adapter_parameters` start as, whole, drawn anew as the constructor draws."""
+        a, b = self.lora_embedding_a, self.lora_embedding_b
+        a, b = _fresh_pair(a.in_features, a.out_features, b.out_features, a.weight.device)
+        return {"lora_embedding_a.weight": a.weight, "lora_embedding_b.weight": b.weight}
 
     def _update(self, tokens: Tensor) -> Tensor:
         rows = F.embedding(tokens, self.lora_embedding_a.weight.T)
@@ -63,8 +68,7 @@ class DoRAEmbedding(LoRAEmbedding):
 
     def __init__(self, base: nn.Embedding, rank: int, scale: float) -> None:
         super().__init__(base, rank, scale)
-        norms = base.weight.detach().to(torch.float32).norm(dim=0)
-        self.lora_embedding_magnitude = nn.Parameter(norms)
+        self.lora_embedding_magnitude = nn.Parameter(_norms_of(base.weight))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids ``[...]`` to vectors ``[..., hidden]`` of the weight's dtype."""
@@ -79,7 +83,28 @@ class DoRAEmbedding(LoRAEmbedding):
         yield from super().adapter_parameters()
         yield "lora_embedding_magnitude", self.lora_embedding_magnitude
 
+    def fresh_values(self) -> dict[str, Tensor]:
+        """What :meth:`adapter_parameters` start as, whole; all ranks must call this together."""
+        norms = _norms_of(whole(self.weight))
+        return {**super().fresh_values(), "lora_embedding_magnitude": norms}
+
     @torch.no_grad()
     def _norms(self) -> Tensor:
         a, b = self.lora_embedding_a.weight, self.lora_embedding_b.weight
         return torch.add(self.weight.to(a.dtype), (b @ a).T, alpha=self.scale).norm(dim=0)
+
+
+def _fresh_pair(
+    vocab: int, rank: int, hidden: int, device: torch.device
+) -> tuple[nn.Linear, nn.Linear]:
+    """A and B as they start."""
+    own: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    a = nn.Linear(vocab, rank, bias=False, **own)
+    b = nn.Linear(rank, hidden, bias=False, **own)
+    nn.init.zeros_(a.weight)
+    nn.init.normal_(b.weight)
+    return a, b
+
+
+def _norms_of(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.float32).norm(dim=0)

@@ -80,11 +80,8 @@ class LoRAGroupedExperts(Switched, GroupedExperts):
             weight = getattr(base, name)
             experts, in_, out = weight.shape
             self.scales[stem] = adapter.scale
-            device = weight.device
-            # As a linear layer's A of the same size starts: uniform, with the bound 1 / sqrt(in).
-            a = torch.empty(experts, in_, adapter.rank, device=device).uniform_(-1, 1)
-            setattr(self, f"lora_{stem}_a", nn.Parameter(a / math.sqrt(in_)))
-            b = torch.zeros(experts, adapter.rank, out, device=device)
+            a, b = _fresh_pair(experts, in_, adapter.rank, out, weight.device)
+            setattr(self, f"lora_{stem}_a", nn.Parameter(a))
             setattr(self, f"lora_{stem}_b", nn.Parameter(b))
 
     def adapter_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -93,12 +90,30 @@ class LoRAGroupedExperts(Switched, GroupedExperts):
             if name.startswith("lora_"):
                 yield name, parameter
 
+    def fresh_values(self) -> dict[str, Tensor]:
+        """What :meth:`adapter_parameters` start as, whole, drawn anew as the constructor draws."""
+        values: dict[str, Tensor] = {}
+        for stem in self.scales:
+            a, b = (getattr(self, f"lora_{stem}_{part}") for part in "ab")
+            experts, in_, rank = a.shape
+            fresh = _fresh_pair(experts, in_, rank, b.shape[-1], a.device)
+            values |= {f"lora_{stem}_{part}": one for part, one in zip("ab", fresh, strict=True)}
+        return values
+
     def _project(self, stem: str, x: Tensor, expert: int) -> Tensor:
         result = super()._project(stem, x, expert)
         if stem not in self.scales or not self.adapter_is_on:
             return result
         a, b = (getattr(self, f"lora_{stem}_{part}")[expert].type_as(x) for part in "ab")
         return result + self.scales[stem] * (self.dropout(x) @ a @ b)
+
+
+def _fresh_pair(
+    experts: int, in_: int, rank: int, out: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A and B as they start: A as a linear layer's, uniform with the bound 1 / sqrt(in)."""
+    a = torch.empty(experts, in_, rank, device=device).uniform_(-1, 1) / math.sqrt(in_)
+    return a, torch.zeros(experts, rank, out, device=device)
 
 
 class Router(nn.Module):

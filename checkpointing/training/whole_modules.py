@@ -16,11 +16,10 @@ class _InDtypeOfBase(Switched, nn.Module):
         base: the tensor that the copy stands for, which is not changed.
     """
 
-    base: Tensor
-
     def __init__(self, base: Tensor) -> None:
         super().__init__()
-        self.register_buffer("base", base)
+        # A parameter, so that it is cut like the others where a model is on many ranks.
+        self.base = nn.Parameter(base, requires_grad=False)
 
     def forward(self, trained: Tensor) -> Tensor:
         # `to` with a dtype also dequantises an NF4 weight.
@@ -51,7 +50,20 @@ def trained_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def tensors_of_base(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a model but the trained copies, and the base's where there is a copy."""
     own = {n: t for n, t in model.state_dict().items() if ".parametrizations." not in n}
-    return own | {name: each[0].base for name, each in _parametrizations(model)}
+    return own | {name: _base(each) for name, each in _parametrizations(model)}
+
+
+def start_copies(model: nn.Module) -> None:
+    """Gives the trained copies the values of the base's tensors, which were loaded meanwhile."""
+    with torch.no_grad():
+        for _, parametrization in _parametrizations(model):
+            parametrization.original.copy_(_base(parametrization))
+
+
+def _base(parametrization: parametrize.ParametrizationList) -> Tensor:
+    ours = parametrization[0]
+    assert isinstance(ours, _InDtypeOfBase)  # as train_whole has registered
+    return ours.base.detach()
 
 
 def _parametrizations(model: nn.Module) -> Iterator[tuple[str, parametrize.ParametrizationList]]:
