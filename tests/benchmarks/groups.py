@@ -249,11 +249,20 @@ def start(c: Checkpoints) -> Group:
 
 
 def sharded(c: Checkpoints) -> Group:
-    """To the disk, of a model that two processes hold together."""
-    ours = task("sharded_jobs", "save", base=c.base, out=c.out("ours"))
+    """To the disk, of a model that several processes hold together."""
+    layouts = {"2 ranks": (2, 1), "2 ranks, columns cut": (2, 2), "4 ranks, both": (4, 2)}
     dcp = task("sharded_jobs", "save_dcp", base=c.base, out=c.out("dcp"))
-    row = Row("save HF from 2 ranks", Figure(ours), (_against("DCP, consolidating", dcp, 10),))
-    return Group(rows=(row,))
+    against = (_against("DCP, consolidating", dcp, 10),)
+    rows, checks = [], []
+    for layout, (ranks, columns) in layouts.items():
+        arguments = {"base": c.base, "out": c.out("ours"), "ranks": ranks}
+        arguments |= {"tensor_parallel": columns}
+        ours = task("sharded_jobs", "save", **arguments)
+        rows.append(Row(f"save HF from {layout}", Figure(ours), against))
+        memory = task("sharded_jobs", "memory_of_save", **arguments)
+        what = f"memory of a rank beside its share, {layout}"
+        checks.append(Check(what, partial(_mebibytes, memory)))
+    return Group(rows=tuple(rows), checks=tuple(checks))
 
 
 def limits(c: Checkpoints) -> Group:
@@ -389,3 +398,8 @@ def _contents(directory: Path) -> str:
 def _drift(drift: Task) -> str:
     with Processes({}).fresh(drift.side) as process:
         return f"{process.run(drift)['changed']:.2%} of the weights"
+
+
+def _mebibytes(memory: Task) -> str:
+    with Processes({}).fresh(memory.side) as process:
+        return f"{process.run(memory)['private'] / 2**20:.0f} MiB"

@@ -1,9 +1,9 @@
-"""Two processes that save one Hugging Face directory of a model that is sharded over them.
+"""Processes that save one Hugging Face directory of a model that is sharded over them.
 
-    python sharded_jobs.py SIDE RANK BASE OUT
+    python sharded_jobs.py SIDE RANK RANKS TENSOR_PARALLEL BASE OUT
 
 says that it is ready, starts when it is told to, and says when it is done. The shards are those of
-FSDP2: each process has half of the rows of each tensor.
+FSDP2, which cuts the rows of each tensor; with tensor parallelism before it the columns of some.
 """
 
 import os
@@ -17,21 +17,35 @@ from typing import Any
 
 from torch import Tensor
 
-_RANKS = 2
+from tests.benchmarks.figures import Figures
+
 _FILE_BYTES = 10**9
+# What tensor parallelism cuts along the columns.
+_BY_COLUMNS = ("output_proj.weight", "w2.weight")
 
 
-def save(base: str, out: str) -> Callable[[], Any]:
+def save(base: str, out: str, ranks: int = 2, tensor_parallel: int = 1) -> Callable[[], Any]:
     """With this project's checkpointer."""
-    return _started("ours", base, out)
+    return _started("ours", base, out, ranks, tensor_parallel)[0]
 
 
 def save_dcp(base: str, out: str) -> Callable[[], Any]:
     """With the writer of torch's distributed checkpoints that consolidates the shards' files."""
-    return _started("dcp", base, out)
+    return _started("dcp", base, out, 2, 1)[0]
 
 
-def _started(side: str, base: str, out: str) -> Callable[[], Any]:
+def memory_of_save(base: str, out: str, ranks: int, tensor_parallel: int) -> Callable[[], Any]:
+    """By how much the first process grows while they save, in bytes of private memory."""
+    from tests.benchmarks.memory import memory_while
+
+    run, first = _started("ours", base, out, ranks, tensor_parallel)
+    return lambda: Figures(private=memory_while(first, run).private)
+
+
+def _started(
+    side: str, base: str, out: str, ranks: int, tensor_parallel: int
+) -> tuple[Callable[[], Any], int]:
+    """What starts the save and waits for it, and the number of the first process."""
     from tests.benchmarks.durable import cleared
 
     cleared(Path(out))
@@ -39,13 +53,13 @@ def _started(side: str, base: str, out: str) -> Callable[[], Any]:
     environment = os.environ | {"PYTHONPATH": str(script.parents[2]), "STORE": f"{store}/ranks"}
     processes = [
         subprocess.Popen(
-            [sys.executable, script, side, str(rank), base, out],
+            [sys.executable, script, side, *map(str, (rank, ranks, tensor_parallel)), base, out],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(_RANKS)
+        for rank in range(ranks)
     ]
     _expect(processes, "ready")
 
@@ -56,7 +70,7 @@ def _started(side: str, base: str, out: str) -> Callable[[], Any]:
             process.stdin.flush()
         _expect(processes, "done")
 
-    return run
+    return run, processes[0].pid
 
 
 def _expect(processes: list["subprocess.Popen[str]"], word: str) -> None:
@@ -67,14 +81,14 @@ def _expect(processes: list["subprocess.Popen[str]"], word: str) -> None:
             raise RuntimeError(f"a process said {said!r}, not {word}; see above for its error")
 
 
-def _rank(side: str, rank: int, base: Path, out: Path) -> None:
+def _rank(side: str, rank: int, ranks: int, tensor_parallel: int, base: Path, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = f"file://{os.environ['STORE']}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_RANKS)
-    job = (_ours if side == "ours" else _dcp)(base, out)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    job = _ours(base, out, tensor_parallel) if side == "ours" else _dcp(base, out)
     print("ready", flush=True)
     sys.stdin.readline()
     job()
@@ -83,11 +97,11 @@ def _rank(side: str, rank: int, base: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def _ours(base: Path, out: Path) -> Callable[[], Any]:
+def _ours(base: Path, out: Path, tensor_parallel: int) -> Callable[[], Any]:
     from checkpointing import FullModelHFCheckpointer
 
     checkpointer = FullModelHFCheckpointer(base, output_dir=out, max_shard_size=_FILE_BYTES)
-    state = {"model": _shards(checkpointer.load_checkpoint()["model"])}
+    state = {"model": _shards(checkpointer.load_checkpoint()["model"], tensor_parallel)}
     return partial(checkpointer.save_checkpoint, state, epoch=0, show_progress=False)
 
 
@@ -104,7 +118,7 @@ def _dcp(base: Path, out: Path) -> Callable[[], Any]:
     for file in sorted(base.glob("*.safetensors")):
         weights |= load_file(file)
     files = plan_shards({name: meta_of(tensor) for name, tensor in weights.items()}, _FILE_BYTES)
-    state = _shards(weights)
+    state = _shards(weights, 1)
 
     def run() -> None:
         writer = dcp.HuggingFaceStorageWriter(
@@ -122,24 +136,24 @@ def _dcp(base: Path, out: Path) -> Callable[[], Any]:
     return run
 
 
-def _shards(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _shards(weights: Mapping[str, Tensor], tensor_parallel: int) -> dict[str, Tensor]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
-    mesh, rank = init_device_mesh("cpu", (_RANKS,)), dist.get_rank()
-    return {
-        name: DTensor.from_local(
-            tensor.chunk(_RANKS)[rank].clone(),
-            mesh,
-            [Shard(0)],
-            shape=tensor.shape,
-            stride=tensor.stride(),
-            run_check=False,
-        )
-        for name, tensor in weights.items()
-    }
+    shape = (dist.get_world_size() // tensor_parallel, tensor_parallel)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return {name: _shard(name, tensor, mesh) for name, tensor in weights.items()}
+
+
+def _shard(name: str, tensor: Tensor, mesh: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    cuts = [Shard(0), Shard(1) if name.endswith(_BY_COLUMNS) else Replicate()]
+    # All have the whole weights, so that nothing need be sent; what is kept is memory of its own.
+    part = distribute_tensor(tensor, mesh, cuts, src_data_rank=None).to_local().clone()
+    return DTensor.from_local(part, mesh, cuts, shape=tensor.shape, stride=tensor.stride())
 
 
 if __name__ == "__main__":
-    _rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    numbers = map(int, sys.argv[2:5])
+    _rank(sys.argv[1], *numbers, *map(Path, sys.argv[5:]))
