@@ -51,7 +51,7 @@ def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
 def test_the_code_in_docs_rollout_runs_from_top_to_bottom(tmp_path):
     save_adapter(write_hf(hf_model(config()), tmp_path / "base"), tmp_path / "out" / "lora")
     code = blocks("docs/rollout.md", "python")
-    assert len(code) == 4
+    assert len(code) == 5
     run = subprocess.run(
         [sys.executable, "-c", "".join(code)],
         cwd=tmp_path,
@@ -68,7 +68,7 @@ def test_the_commands_in_docs_convert_run_as_they_stand(tmp_path, monkeypatch):
     save_adapter(write_hf(hf_model(config()), tmp_path / "base"), tmp_path / "out" / "lora")
     monkeypatch.chdir(tmp_path)
     commands = "".join(blocks("docs/convert.md", "bash")).splitlines()
-    assert len(commands) == 16
+    assert len(commands) == 20
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "tune"
@@ -94,6 +94,7 @@ def save_adapter(base: Path, output_dir: Path) -> None:
         "docs/checkpointers.md",
         "docs/architecture.md",
         "docs/convert.md",
+        "docs/distributed.md",
         "docs/performance.md",
         "docs/push.md",
         "docs/remote.md",
@@ -106,13 +107,14 @@ def test_links_between_the_documents_lead_somewhere(document):
 
 
 def tune_commands() -> list[list[str]]:
-    lines = [line for block in blocks("README.md", "bash") for line in block.splitlines()]
-    parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [shlex.split(part)[1:] for part in parts if part.startswith(".venv/bin/tune")]
+    documents = ("README.md", "docs/distributed.md")
+    lines = [line for name in documents for b in blocks(name, "bash") for line in b.splitlines()]
+    parts = [part.strip().removeprefix(".venv/bin/") for line in lines for part in line.split("&&")]
+    return [shlex.split(part)[1:] for part in parts if part.startswith("tune ")]
 
 
 @pytest.mark.parametrize("command", tune_commands(), ids=" ".join)
-def test_every_tune_command_of_the_readme_is_one_that_the_parser_takes(command):
+def test_every_tune_command_of_the_documents_is_one_that_the_parser_takes(command):
     from checkpointing.cli.main import build_parser
 
     args, rest = build_parser().parse_known_args(command)
@@ -123,4 +125,4 @@ def test_every_tune_command_of_the_readme_is_one_that_the_parser_takes(command):
             path.relative_to(ROOT / "configs").with_suffix("").as_posix()
             for path in ROOT.glob("configs/*/*.yaml")
         }
-        assert names[command[0]] in shipped
+        assert names[command[0]] in {*shipped, "my_recipe.py"}

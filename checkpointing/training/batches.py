@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.training.data import InstructDataset, TokenRow
+from checkpointing.training.distributed import DataShare
 from checkpointing.training.row_loader import RowLoader
 from checkpointing.training.tokenizer import IGNORED
 
@@ -47,11 +48,12 @@ def collate(rows: Sequence[TokenRow], pad_id: int, packed: bool) -> Batch:
     Padding comes last and attention is causal, so that no token of a row sees it.
 
     Args:
-        rows: at least one.
+        rows: if there are none, the batch is a row of padding, of which nothing is learnt: a
+            process that has nothing to do still takes its part in what all do together.
         pad_id: token id of the padding.
         packed: give the positions and numbers of the conversations too.
     """
-    size = (len(rows), max(len(row.tokens) for row in rows))
+    size = (max(1, len(rows)), max((len(row.tokens) for row in rows), default=1))
     tokens = torch.full(size, pad_id)
     labels = torch.full(size, IGNORED)
     input_pos = torch.zeros(size, dtype=torch.int64) if packed else None
@@ -78,15 +80,21 @@ class BatchLoader(RowLoader):
         batch_size: rows in a batch; the last batch of an epoch may have fewer.
         shuffle: whether the order is random.
         seed: of the order.
+        share: as for :class:`RowLoader`.
 
     Raises:
         ConfigError: if the batch size is below 1.
     """
 
     def __init__(
-        self, dataset: InstructDataset, batch_size: int, shuffle: bool = True, seed: int = 0
+        self,
+        dataset: InstructDataset,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        share: DataShare | None = None,
     ) -> None:
-        super().__init__(dataset, batch_size, shuffle, seed)
+        super().__init__(dataset, batch_size, shuffle, seed, share)
         self._pad_id = dataset.pad_id
         self._packed = dataset.packed
 

@@ -73,6 +73,19 @@ class StdoutLogger:
         sys.stdout.flush()
 
 
+class NullLogger:
+    """Takes the numbers and keeps nothing: for the processes of a job beside the first one."""
+
+    def log(self, name: str, value: float, step: int) -> None:
+        """Does nothing."""
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class TensorBoardLogger:
     """Writes event files for TensorBoard; a run that goes on adds a file to those that are there.
 

@@ -51,7 +51,7 @@ _EFFECTS = {
     "num_policy_updates": _Effect.FROM_HERE,
     "sync": _Effect.FROM_HERE,
     "sync_every": _Effect.FROM_HERE,
-    WORLD_SIZE: _Effect.OTHER_RUN,
+    WORLD_SIZE: _Effect.FROM_HERE,
 }
 _BASE_DIR = "checkpointer.checkpoint_dir"
 _ACCUMULATION = "gradient_accumulation_steps"
@@ -71,8 +71,8 @@ class _Change:
 def check_resume(config: DictConfig, state: Mapping[str, Any], batches: RowLoader) -> None:
     """Shows what differs from the run that is resumed; refuses what would make it another run.
 
-    Such are other rows, another order or batch size, another base, dtype, optimizer or adapter, and
-    another number of processes. ``resume_override: true`` in the config lets them pass.
+    Such are other rows, another order or batch size (of all processes together), another base,
+    dtype, optimizer or adapter. ``resume_override: true`` in the config lets them pass.
 
     Args:
         config: of the recipe.

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from checkpointing.errors import ConfigError
+from checkpointing.training.distributed import DataShare
 
 _DATA = "dataset or tokenizer (checksum of the rows)"
 
@@ -28,21 +29,35 @@ class RowLoader:
 
     The order follows from seed and epoch alone, so that the place in the data is two numbers.
 
+    Several processes go through it together: their batches are parts of the batches that one
+    process would have whose batch size is the sum of theirs, and so their places are one.
+
     Args:
         dataset: rows.
-        batch_size: rows in a batch; the last batch of an epoch may have fewer.
+        batch_size: rows in a batch; the last batch of an epoch may have fewer, or none if another
+            process has all that are left.
         shuffle: whether the order is random.
         seed: of the order.
+        share: the part of all batches that is handed out here.
 
     Raises:
         ConfigError: if the batch size is below 1.
     """
 
-    def __init__(self, dataset: Rows, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Rows,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        share: DataShare | None = None,
+    ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
         self._dataset = dataset
-        self._batch_size = batch_size
+        self._share = share or DataShare()
+        # Of all processes together.
+        self._batch_size = batch_size * self._share.count
         self._shuffle = shuffle
         self._seed = seed
         self._fingerprint = dataset.fingerprint()
@@ -64,7 +79,7 @@ class RowLoader:
         while self._position < len(order):
             chosen = order[self._position : self._position + self._batch_size]
             self._position += len(chosen)
-            yield [self._dataset[index] for index in chosen]
+            yield [self._dataset[index] for index in chosen[self._share.rank :: self._share.count]]
 
     def _order(self) -> list[int]:
         if not self._shuffle:
@@ -87,8 +102,8 @@ class RowLoader:
     def changed_since(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What differs from a saved state, by its name: as it was saved, and as it is."""
         own = self.state_dict()
-        names = {"fingerprint": _DATA, "batch_size": "batch_size", "shuffle": "shuffle"}
-        names |= {"seed": "seed"}
+        size = "batch_size" if self._share.count == 1 else "batch_size, of all processes together"
+        names = {"fingerprint": _DATA, "batch_size": size, "shuffle": "shuffle", "seed": "seed"}
         return {
             name: (state[key], own[key]) for key, name in names.items() if state[key] != own[key]
         }

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from checkpointing.training.distributed import largest_of_all
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Some launchers send a signal to the process and to its group: that is one request.
 _ONE_REQUEST_SECONDS = 1.0
@@ -67,6 +69,16 @@ class StopSignals:
         self._restore()
         if self._timer is not None:
             self._timer.cancel()
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal that this process or another one of the job has got; ``None`` if none has.
+
+        All processes must ask at the same places, and so do the same.
+        """
+        number = largest_of_all(self.received or 0)
+        if number and self.received is None:
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+        return self.received if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

@@ -3,9 +3,10 @@
 import inspect
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,18 +14,21 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from checkpointing.errors import CheckpointingError, ConfigError
 from checkpointing.families import FAMILIES
+from checkpointing.mapping.tensors import is_dtensor
 from checkpointing.save_plan import RUN_KEY, SaveTimes
+from checkpointing.storage.local_part import copy_part, whole
 from checkpointing.training.batches import Batch
 from checkpointing.training.decoder import TransformerDecoder
+from checkpointing.training.distributed import DataShare, job
 from checkpointing.training.metric_logging import MetricLogger
 from checkpointing.training.options import TrainingOptions
-from checkpointing.training.rng import rng_state, set_rng_state
+from checkpointing.training.rng import rng_state, set_rng_state, set_seed
 from checkpointing.training.row_loader import RowLoader
 from checkpointing.training.schedule import Schedule
 from checkpointing.training.signals import StoppedBySignal, StopSignals
@@ -89,6 +93,10 @@ class Trainer:
     A run that is resumed takes the same steps as one that was never interrupted: on a CPU bit for
     bit, as long as the number of threads stays the same.
 
+    Several processes train one model, each on its share of the rows: a step of all together is that
+    of one process with all of these rows, up to rounding. They save a checkpoint together, and
+    what one of them raises or is told by a signal ends the run in all.
+
     Raises:
         ConfigError: if the model is no language model.
 
@@ -105,6 +113,7 @@ class Trainer:
         step: takes one step of a run, given its batches and its number, counted from 1; returns
             its numbers, ``loss``, ``lr`` and ``tokens_per_second`` among them. ``None``: for
             next-token prediction.
+        share: the part of the rows that ``batches`` hands out in this process.
     """
 
     def __init__(
@@ -118,6 +127,7 @@ class Trainer:
         device: torch.device,
         record: Mapping[str, Any] | None = None,
         step: Step | None = None,
+        share: DataShare | None = None,
     ) -> None:
         if FAMILIES[model.config.family].task_type != "CAUSAL_LM":
             raise ConfigError(
@@ -133,6 +143,8 @@ class Trainer:
         self._device = device
         self._record = record
         self._take_step = step or self._next_token_step
+        self._share = share or DataShare()
+        self._ranks = job()
         self._trained = [p for p in model.parameters() if p.requires_grad]
         if options.optimizer_in_bwd:
             step_in_backward(optimizer)
@@ -179,19 +191,30 @@ class Trainer:
             groups = self._resumed["optimizer"]["param_groups"]
             schedule.take_up(self._resumed.get("lr_scheduler"), groups, self.steps_run)
             self._resumed = None
-        self._checkpointer.check_save(
-            {**self._weights(), **self.state_dict()}, self._options.save_adapter_weights_only
-        )
+        state = {**self._weights(), **self.state_dict()}
+        with self._ranks.agreed():
+            self._checkpointer.check_save(state, self._options.save_adapter_weights_only)
+        del state
         self._model.train()
         with (
-            self._checkpointer.claim_output_dir(),
+            self._claimed_output_dir(),
             StopSignals(self._options.stop_deadline_seconds) as stop,
         ):
             while self.epochs_run < self._options.epochs:
                 self._train_epoch(metric_logger, stop)
                 if self.epochs_run < self._options.epochs:
-                    self._stop_if_asked(stop)
+                    self._stop_if_asked(stop.agreed())
         return self._last_checkpoint
+
+    @contextmanager
+    def _claimed_output_dir(self) -> Iterator[None]:
+        """Keeps other runs, not the other processes of this one, from saving to the same place."""
+        with ExitStack() as stack:
+            with self._ranks.agreed():
+                if self._ranks.is_first:
+                    stack.enter_context(self._checkpointer.claim_output_dir())
+            yield
+            self._checkpointer.wait()
 
     def _train_epoch(self, metric_logger: MetricLogger, stop: StopSignals) -> None:
         if self._steps_in_epoch == 0:
@@ -200,7 +223,11 @@ class Trainer:
         save_every = self._options.save_every_n_steps
         title = f"epoch {self.epochs_run + 1}/{self._options.epochs}"
         with tqdm(
-            total=self.steps_per_epoch, initial=self._steps_in_epoch, desc=title, unit="step"
+            total=self.steps_per_epoch,
+            initial=self._steps_in_epoch,
+            desc=title,
+            unit="step",
+            disable=not self._ranks.is_first,
         ) as bar:
             while self._steps_in_epoch < self.steps_per_epoch:
                 group = list(islice(batches, self._options.gradient_accumulation_steps))
@@ -217,16 +244,18 @@ class Trainer:
                 if self._steps_in_epoch == self.steps_per_epoch:
                     break
                 is_due = save_every is not None and self.steps_run % save_every == 0
-                if is_due or stop.received:
+                asked = stop.agreed()
+                if is_due or asked:
                     bar.set_description_str(f"{title}, saving")
-                    self._save(self.epochs_run, "step", is_last=stop.received is not None)
+                    self._save(self.epochs_run, "step", is_last=asked is not None)
                     bar.set_description_str(title)
-                self._stop_if_asked(stop)
+                    asked = stop.agreed()
+                self._stop_if_asked(asked)
         epoch = self.epochs_run
         self.epochs_run += 1
         self._steps_in_epoch = 0
         self._batches.start_epoch(self.epochs_run)
-        is_last = self.epochs_run == self._options.epochs or stop.received is not None
+        is_last = self.epochs_run == self._options.epochs or stop.agreed() is not None
         self._save(epoch, "epoch", is_last)
 
     def _next_token_step(self, group: list[Batch], number: int) -> dict[str, float]:
@@ -234,15 +263,17 @@ class Trainer:
         started = time.perf_counter()
         lr = self._optimizer.param_groups[0]["lr"]
         group = [batch.to(self._device) for batch in group]
-        labelled = sum((batch.labels[:, 1:] != IGNORED).sum() for batch in group)
+        own_labelled = [(batch.labels[:, 1:] != IGNORED).sum() for batch in group]
+        labelled = self._share.total(torch.stack(own_labelled).sum())
         self._optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self._device)
         for batch in group:
             part = summed_loss(self._model, batch) / labelled
             if self._options.optimizer_in_bwd:
-                check_finite(part, "loss", number)
+                check_finite(self._share.total(part.detach()), "loss", number)
             part.backward()
             loss += part.detach()
+        loss = self._share.total(loss)
         check_finite(loss, "loss", number)
         norms = {}
         if not self._options.optimizer_in_bwd:
@@ -250,12 +281,14 @@ class Trainer:
             check_finite(norm, "gradient norm", number)
             norms = {"grad_norm": norm.item()}
             self._optimizer.step()
+        own_tokens = sum(batch.num_tokens for batch in group)
+        tokens = self._share.total(torch.tensor(own_tokens, device=self._device))
         seconds = time.perf_counter() - started
         return {
             "loss": loss.item(),
             "lr": float(lr),
             **norms,
-            "tokens_per_second": sum(batch.num_tokens for batch in group) / seconds,
+            "tokens_per_second": tokens.item() / seconds,
         }
 
     def _save(self, epoch: int, prefix: str, is_last: bool) -> None:
@@ -282,11 +315,11 @@ class Trainer:
         self._logged_times = times
         return {"save_blocked_seconds": times.blocked, "save_written_seconds": times.written}
 
-    def _stop_if_asked(self, stop: StopSignals) -> None:
+    def _stop_if_asked(self, received: signal.Signals | None) -> None:
         """Ends the run after a signal, for which the last step was saved."""
-        if stop.received:
+        if received:
             self._checkpointer.wait()
-            raise StoppedBySignal(stop.received, self._last_checkpoint)
+            raise StoppedBySignal(received, self._last_checkpoint)
 
     @contextmanager
     def _save_errors(self, is_last: bool = False) -> Iterator[None]:
@@ -318,8 +351,18 @@ class Trainer:
             "max_steps_per_epoch": self._options.max_steps_per_epoch,
             "gradient_accumulation_steps": self._options.gradient_accumulation_steps,
             "dataloader": self._batches.state_dict(),
-            "rng_state": rng_state(),
+            "rng_state": self._rng_state(),
         }
+
+    def _rng_state(self) -> Any:
+        """Of each share, in a list if there are several."""
+        states = self._share.of_each(rng_state(self._own_device))
+        return states if len(states) > 1 else states[0]
+
+    @property
+    def _own_device(self) -> torch.device | None:
+        """The only device that is this process's, if there are others; else all are."""
+        return self._device if self._ranks.count > 1 else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to where a saved run was. Call it before the schedule is made.
@@ -338,6 +381,11 @@ class Trainer:
                 "it was not written by one of these recipes, or has no recipe state. Train from "
                 "its weights with resume_from_checkpoint=False"
             )
+        if len(set(self._ranks.exchange((state["steps_run"], state["epochs_run"])))) > 1:
+            raise ConfigError(
+                "the processes of this run would resume from different checkpoints: all of them "
+                "must see one output_dir, on storage that their machines share"
+            )
         load_optimizer(self._optimizer, state["optimizer"], state.get("parameter_dtypes", ()))
         self.epochs_run = state["epochs_run"]
         self.steps_run = state["steps_run"]
@@ -351,8 +399,21 @@ class Trainer:
         else:
             self._batches.load_state_dict(state["dataloader"])
             self._steps_in_epoch = state["steps_in_epoch"]
-        set_rng_state(state["rng_state"])
+        self._load_rng_state(state["rng_state"])
         self._resumed = state
+
+    def _load_rng_state(self, saved: Any) -> None:
+        states = saved if isinstance(saved, list) else [saved]
+        if len(states) == self._share.count:
+            set_rng_state(states[self._share.rank], self._own_device)
+            return
+        logger.warning(
+            "random numbers, such as those of dropout, go on from another seed: the rows were "
+            "divided among %d processes when the checkpoint was saved, and are among %d now",
+            len(states),
+            self._share.count,
+        )
+        set_seed(self._options.seed + self._share.count * self.steps_run + self._share.rank)
 
 
 def summed_loss(model: TransformerDecoder, batch: Batch) -> Tensor:
@@ -384,8 +445,9 @@ def load_optimizer(
     """
     settings = [dict(group) for group in optimizer.param_groups]
     arguments = inspect.signature(type(optimizer)).parameters
+    saved = {**saved, "state": _sharded(saved["state"], optimizer)}
     try:
-        optimizer.load_state_dict(dict(saved))
+        optimizer.load_state_dict(saved)
     except ValueError as error:
         raise ConfigError(
             f"the saved optimizer state does not fit this run: {error}; use the same optimizer "
@@ -400,8 +462,29 @@ def load_optimizer(
         # torch casts all that it loads, though some of it never was of the parameter's dtype.
         for key, value in saved["state"].get(number, {}).items():
             loaded = optimizer.state[parameter][key]
-            if type(value) is Tensor and loaded.dtype != value.dtype and parameter.dtype == dtype:
+            is_plain = type(value) is Tensor or is_dtensor(value)
+            if is_plain and loaded.dtype != value.dtype and parameter.dtype == dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device)
+
+
+def _sharded(state: Mapping[int, Any], optimizer: Optimizer) -> dict[int, Any]:
+    """A saved state, of which this process keeps its part where a parameter lies in shards."""
+    parameters = dict(enumerate(_parameters(optimizer)))
+    return {
+        number: {
+            key: _part_like(parameters.get(number), value, f"optimizer.state.{number}.{key}")
+            for key, value in values.items()
+        }
+        for number, values in state.items()
+    }
+
+
+def _part_like(parameter: Tensor | None, value: Any, name: str) -> Any:
+    if not is_dtensor(parameter) or type(value) is not Tensor or value.shape != parameter.shape:
+        return value
+    part = torch.empty_like(parameter, dtype=value.dtype)
+    copy_part(part, value, name)
+    return part
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -416,12 +499,13 @@ def clip_gradient(parameters: Sequence[Tensor], limit: float | None) -> Tensor:
     """Clips the gradient of all parameters together, and returns its L2 norm before that.
 
     Args:
-        parameters: that have a gradient or none.
+        parameters: that have a gradient or none; they may lie in shards in several processes.
         limit: largest norm; ``None``: the gradient stays as it is.
     """
+    norm = whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if limit is not None:
-        return clip_grad_norm_(parameters, limit)
-    return get_total_norm([p.grad for p in parameters if p.grad is not None])
+        clip_grads_with_norm_(parameters, limit, norm)
+    return norm
 
 
 def check_finite(value: Tensor, what: str, step: int) -> None:

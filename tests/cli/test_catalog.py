@@ -10,6 +10,15 @@ from checkpointing.cli.catalog import configs, recipe_of, recipes
 from checkpointing.cli.main import main
 from tests.cli.command import ROOT, tune
 
+# Recipes, and what the names of their configs end in.
+KINDS = {
+    "full_finetune_distributed": "full_distributed",
+    "full_finetune_single_device": "full_single_device",
+    "grpo_lora_distributed": "grpo_lora_distributed",
+    "grpo_lora_single_device": "grpo_lora_single_device",
+    "lora_finetune_distributed": "lora_distributed",
+    "lora_finetune_single_device": "lora_single_device",
+}
 LORA = "lora_finetune_single_device"
 LORA_CONFIG = "smollm2/135M_lora_single_device"
 
@@ -20,15 +29,10 @@ def test_ls_shows_every_recipe_with_its_configs_and_descriptions_below() -> None
     blocks = [block.splitlines() for block in done.stdout.strip().split("\n\n")]
     names = [[line.split()[0] for line in block] for block in blocks]
     files = [path.relative_to(ROOT / "configs") for path in ROOT.glob("configs/*/*.yaml")]
-    assert len(files) == 68 and all(path.stem.endswith("_single_device") for path in files)
-    kinds = {
-        "full_finetune_single_device": "full_single_device",
-        "grpo_lora_single_device": "grpo_lora_single_device",
-        "lora_finetune_single_device": "lora_single_device",
-    }
+    assert len(files) == 84
     assert names == [
         [recipe, *sorted(str(path.with_suffix("")) for path in files if kind == _kind(path))]
-        for recipe, kind in kinds.items()
+        for recipe, kind in KINDS.items()
     ]
     assert all(len(line.split()) > 3 for block in blocks for line in block)
 
@@ -39,15 +43,11 @@ def _kind(config: Path) -> str:
 
 
 def test_every_config_belongs_to_the_recipe_that_its_name_tells() -> None:
-    assert {recipe.name for recipe in recipes()} == {
-        "full_finetune_single_device",
-        "grpo_lora_single_device",
-        "lora_finetune_single_device",
-    }
+    assert {recipe.name for recipe in recipes()} == KINDS.keys()
     for config in configs():
         recipe = recipe_of(config.name)
         assert recipe is not None
-        for word in ("lora", "grpo"):
+        for word in ("lora", "grpo", "distributed"):
             assert (word in recipe.name) == (word in config.name)
 
 

@@ -1,6 +1,7 @@
 """Every shipped config trains a tiny model of its family, through all that it names."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from checkpointing.cli.main import main
 from checkpointing.families import MODEL_TYPES
 from tests.families.variants import SIZES, VARIANTS, random_model
 from tests.training import runs
+from tests.training.distributed_runs import Team
 
 CONFIGS = [pytest.param(config, id=config.name) for config in configs()]
 
@@ -26,9 +28,17 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return directories
 
 
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    """Two processes, for the configs of distributed recipes."""
+    started = Team(2, tmp_path_factory.mktemp("team"))
+    yield started
+    started.stop()
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_shipped_config_trains_one_step_and_saves(
-    config: Entry, bases: dict[str, Path], tmp_path: Path
+    config: Entry, bases: dict[str, Path], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     recipe = recipe_of(config.name)
     assert recipe is not None
@@ -43,7 +53,12 @@ def test_a_shipped_config_trains_one_step_and_saves(
     ]
     if "source" in loaded.dataset:
         overrides.append(f"dataset.source={model}/rows.jsonl")
-    assert main(["run", recipe.name, "--config", config.name, *overrides]) == 0
+    command = ["run", recipe.name, "--config", config.name, *overrides]
+    if recipe.name.endswith("_distributed"):
+        team: Team = request.getfixturevalue("team")
+        assert team.tune(*command) == [0, 0]
+    else:
+        assert main(command) == 0
     saved = tmp_path / "out" / "epoch_0"
     manifest = json.loads((saved / "manifest.json").read_text())
     assert (manifest["step"], manifest["format"]) == (1, "hf")

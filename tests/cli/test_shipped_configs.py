@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from checkpointing.cli.catalog import Entry, configs, recipe_of
-from checkpointing.cli.main import main
+from checkpointing.cli.main import build_parser, main
 from checkpointing.cli.recipe_file import load_recipe
 from checkpointing.errors import ConfigError
 from checkpointing.storage.cache import cache_dir
@@ -36,7 +36,12 @@ def test_the_header_says_how_to_get_the_model_and_how_to_run(config: Entry) -> N
     owner = recipe_of(config.name)
     assert owner is not None
     assert any(line.startswith("#   tune download ") for line in header)
-    assert f"#   tune run {owner.name} --config {config.name}" in header
+    (command,) = (line for line in header if line.endswith(f" {owner.name} --config {config.name}"))
+    start = command.partition(owner.name)[0]
+    many = owner.name.endswith("_distributed")
+    assert (start == "#   tune run ") if not many else (" --nproc_per_node " in start)
+    # What the line says is what the parser takes.
+    build_parser().parse_args(command.removeprefix("#   tune ").split())
 
 
 @pytest.mark.parametrize("config", CONFIGS)

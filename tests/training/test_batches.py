@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checkpointing.errors import ConfigError
-from checkpointing.training import BatchLoader, InstructDataset
+from checkpointing.training import BatchLoader, DataShare, InstructDataset
 from checkpointing.training.batches import collate
 from checkpointing.training.data import TokenRow
 
@@ -101,3 +101,43 @@ def test_a_place_within_other_data_is_refused_but_not_one_between_epochs(
 def test_a_batch_size_below_one_is_refused(dataset):
     with pytest.raises(ConfigError, match="batch_size=0"):
         BatchLoader(dataset, batch_size=0)
+
+
+def shares(count):
+    return [DataShare(rank, count) for rank in range(count)]
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(2, 3), (3, 2), (6, 1)])
+def test_batches_of_several_processes_are_parts_of_those_of_one(dataset, count, batch_size):
+    one = BatchLoader(dataset, count * batch_size, seed=3)
+    loaders = [BatchLoader(dataset, batch_size, seed=3, share=share) for share in shares(count)]
+    assert {len(each) for each in loaders} == {len(one)} == {2}
+    for batch, *parts in zip(one, *loaders, strict=True):
+        rows = [rows_of([part], dataset.pad_id) for part in parts]
+        whole = rows_of([batch], dataset.pad_id)
+        for rank, own in enumerate(rows):
+            assert [row for row in own if row] == whole[rank::count]
+        assert {str(each.state_dict()) for each in loaders} == {str(one.state_dict())}
+        assert sum(part.num_tokens for part in parts) == batch.num_tokens
+
+
+def test_a_process_without_a_row_gets_one_that_teaches_nothing(dataset):
+    loader = BatchLoader(dataset, 2, shuffle=False, share=DataShare(4, 5))
+    # Of 11 rows the second batch of all has one, which the first process gets.
+    *_, last = loader
+    assert (last.tokens.tolist(), last.labels.tolist()) == ([[dataset.pad_id]], [[-100]])
+    assert last.num_tokens == 0
+    packed = collate([], 7, packed=True)
+    assert (packed.input_pos.tolist(), packed.document_ids.tolist()) == ([[0]], [[-1]])
+
+
+def test_a_place_is_one_for_all_numbers_of_processes_with_as_many_rows_together(dataset):
+    two = BatchLoader(dataset, 3, seed=5, share=DataShare(1, 2))
+    next(iter(two))
+    one = BatchLoader(dataset, 6, seed=5)
+    one.load_state_dict(two.state_dict())
+    (rest,) = one
+    assert len(rest.tokens) == 5
+    other = BatchLoader(dataset, 3, seed=5, share=DataShare(0, 3))
+    with pytest.raises(ConfigError, match="batch_size, of all processes together changed"):
+        other.load_state_dict(two.state_dict())
