@@ -50,6 +50,10 @@ class RemoteError(CheckpointingError, OSError):
     """A place that a URL names cannot be reached, or refuses access."""
 
 
+class RankLostError(CheckpointingError, RuntimeError):
+    """Another process of the job has ended, or hangs, without which this one cannot go on."""
+
+
 class TensorMismatchError(CheckpointingError, ValueError):
     """Tensors do not fit the model: all problems found, together.
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from checkpointing.adapters.lora import adapter_modules
 from checkpointing.errors import ConfigError
+from checkpointing.export.together import is_in_shards
 from checkpointing.export.weights import config_of, merged_source
 from checkpointing.mapping.rules import BIAS
 from checkpointing.training.adapter_switch import Switched
@@ -28,9 +29,16 @@ def merged(model: TransformerDecoder) -> Iterator[TransformerDecoder]:
             keep their trained weights.
 
     Raises:
-        ConfigError: if the model has no adapter, or is merged already.
+        ConfigError: if the model has no adapter, is merged already, or lies in shards in the
+            processes of a job.
     """
     config = config_of(model)
+    if is_in_shards(model):
+        raise ConfigError(
+            "the model lies in shards (DTensor), each of which FSDP puts in the place of what is "
+            "merged before a layer computes: compute with the adapter as it is, or give an engine "
+            "merged_stream(model)"
+        )
     carrying = adapter_modules(adapter_state_dict(model))
     adapted = [m for m in model.modules() if isinstance(m, Switched) and _has_adapter(m)]
     if not all(module.adapter_is_on for module in adapted):

@@ -1,8 +1,10 @@
 """A stream of named tensors that an engine takes, computed while it is read."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from checkpointing.errors import CheckpointingError, TensorMismatchError
 from checkpointing.export.memory import Memory
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.export.shared_window import SharedWindow
+from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.merge import MeasuredMerge, Survival
 from checkpointing.storage.digest import checksum_of
-from checkpointing.storage.load import copy_into
+from checkpointing.storage.ranks import Ranks
 from checkpointing.storage.tensor_bytes import tensor_bytes
 from checkpointing.storage.threads import Check, run
 from checkpointing.storage.write import plan_shards
@@ -28,6 +31,10 @@ _MUCH_LOST = 0.1
 
 class ChangedWeightsError(CheckpointingError, RuntimeError):
     """The weights of a live model were changed while they were streamed."""
+
+
+class StreamStoppedError(CheckpointingError, RuntimeError):
+    """Another process has stopped reading a stream that all of them read together."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,16 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     training. A few tensors are in memory at a time, beside those that the reader keeps. Nothing is
     left behind by a reader that stops early, or raises.
 
+    Where the model lies in shards all processes read the stream together, each as fast as the
+    slowest; all stop if one of them does, and what one raises within the stream's ``with`` block
+    all raise.
+
     Args:
         content: what is handed out.
         version: number of the weights, which the reader chooses.
         digests: whether to take a checksum of each tensor.
+        ranks: the processes that read it together.
+        readers: ranks of those that get the tensors; for the others the stream has none.
 
     Attributes:
         metas: shape and dtype of every tensor, by name, in the order of the stream.
@@ -75,7 +88,14 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         notes: what the user should know, one line each.
     """
 
-    def __init__(self, content: Content, version: int = 0, digests: bool = True) -> None:
+    def __init__(
+        self,
+        content: Content,
+        version: int = 0,
+        digests: bool = True,
+        ranks: Ranks | None = None,
+        readers: Collection[int] = (0,),
+    ) -> None:
         self.kind = content.kind
         self.metas: Mapping[str, TensorMeta] = dict(content.source.metas)
         self.version = version
@@ -85,6 +105,10 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         self._handed_out = 0
         self._content = content
         self._takes_digests = digests
+        self._ranks = ranks or Ranks()
+        self._readers = readers
+        self._survival: list[Survival] = []
+        self._is_open = True
         self._tensors = self._run()
 
     @property
@@ -94,7 +118,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     @property
     def is_complete(self) -> bool:
-        """All tensors were handed out."""
+        """All tensors were handed out, in this process or in those that get them."""
         return self._handed_out == len(self.metas)
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -103,12 +127,29 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def __enter__(self) -> "WeightStream":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._stop(error)
         self.close()
 
     def close(self) -> None:
-        """Ends the stream; what was handed out stays as it is."""
-        self._tensors.close()
+        """Ends the stream; what was handed out stays as it is.
+
+        Raises:
+            CheckpointingError: what another process has raised after the last tensor.
+        """
+        try:
+            if self._is_open and self.is_complete:
+                self._is_open = False
+                self._ranks.exchange()
+        finally:
+            self._stop(self._stopped())
+            self._tensors.close()
 
     def buckets(self, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The same tensors, several at a time.
@@ -119,7 +160,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         """
         most = None if self.kind == "adapter" else nbytes
         for names in plan_shards(self.metas, most):
-            yield [next(self) for _ in names]
+            if bucket := list(islice(self, len(names))):
+                yield bucket
 
     def check_expected(self, expected: Mapping[str, Sequence[int]], engine: str) -> None:
         """Checks that an engine gets all that it has, and nothing else, before the first tensor.
@@ -148,10 +190,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     @property
     def survival(self) -> Survival | None:
         """What rounding left of the merged adapter's update, of what was handed out so far."""
-        measured = self._content.measured
-        if measured is None or not measured.survival:
-            return None
-        return sum(measured.survival.values(), Survival())
+        total = sum(self._survival, Survival())
+        return total if total.updated or total.weight else None
 
     def report(self) -> str:
         """What was handed out, and what rounding left of a merged update."""
@@ -175,25 +215,53 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def _run(self) -> Generator[tuple[str, Tensor], None, None]:
         check = _unchanged(self._content.live)
         memory = Memory(self._content.device, 2 * _WINDOW)
-        for names in plan_shards(self.metas, _WINDOW):
-            check()
-            window = self._computed(names, memory)
-            check()
-            digests = self._digested(window) if self._takes_digests else {}
-            for name in names:
-                if self._takes_digests:
-                    self.digests[name] = digests[name]
-                self._handed_out += 1
-                # No name here for what is handed out, so that it is freed when the reader is done.
-                yield name, window.pop(name)
+        with self._ranks.watching():
+            for names in plan_shards(self.metas, _WINDOW):
+                window = self._computed(names, memory, check)
+                digests = self._digested(window) if self._takes_digests else {}
+                for name in names:
+                    self._handed_out += 1
+                    if name not in window:
+                        continue
+                    if self._takes_digests:
+                        self.digests[name] = digests[name]
+                    try:
+                        # No name here for what is handed out, so that it is freed when the reader
+                        # is done.
+                        yield name, window.pop(name)
+                    except GeneratorExit:
+                        self._stop(self._stopped())
+                        raise
+            self._is_open = False
+            self._ranks.exchange()
 
-    def _computed(self, names: Sequence[str], memory: Memory) -> dict[str, Tensor]:
-        source = self._content.source
-        metas = {name: self.metas[name] for name in names}
-        some = LazyTensors(metas, {name: partial(source.rows, name) for name in names})
-        window = {name: memory.empty(meta) for name, meta in metas.items()}
-        copy_into(window, some, "streaming weights", lambda nbytes: None)
-        return window
+    def _computed(
+        self, names: Sequence[str], memory: Memory, check: Callable[[], None]
+    ) -> dict[str, Tensor]:
+        """The tensors, in a process that gets them; raises in all if it raises in one."""
+        with self._ranks.agreed():
+            check()
+            window = SharedWindow(self._content.source, names, self._ranks, self._readers, memory)
+        try:
+            survival = window.fill(self._content.measured)
+            check()
+        except BaseException as error:
+            self._ranks.tell(error)
+            raise
+        self._survival += self._ranks.exchange(survival)
+        return window.tensors
+
+    def _stop(self, error: BaseException) -> None:
+        """Tells the other processes, if they read on, why this one does not."""
+        if self._is_open:
+            self._is_open = False
+            self._ranks.tell(error)
+
+    def _stopped(self) -> StreamStoppedError:
+        return StreamStoppedError(
+            f"stopped reading the stream after {self._handed_out} of {len(self.metas)} tensors; "
+            "all processes must read it to its end, or stop after the same tensor"
+        )
 
     def _digested(self, window: Mapping[str, Tensor]) -> dict[str, str]:
         def digest(names: Sequence[str], check: Check) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What can be streamed to an engine: merged weights and adapters, live or from directories."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from checkpointing.convert import plan_conversion
 from checkpointing.convert_adapter import plan_adapter_conversion
 from checkpointing.errors import ConfigError
 from checkpointing.export.stream import Content, WeightStream
+from checkpointing.export.together import Together
 from checkpointing.families import FAMILIES
 from checkpointing.formats.base import OpenModel, layout_of, plan_foreign
 from checkpointing.mapping.tensors import LazyTensors, TensorSource, as_source, cast
@@ -38,11 +39,16 @@ def merged_stream(
     tied_head: bool = False,
     version: int = 0,
     digests: bool = True,
+    to_ranks: Collection[int] | None = None,
 ) -> WeightStream:
     """The whole model with its adapter folded in, by Hugging Face's names.
 
     The model is never written to: each weight is ``W + s B A`` (DoRA: with its magnitudes) in fp32,
     rounded once. A base in NF4 gives the numbers that it stands for.
+
+    A model that lies in shards in the processes of a job (``DTensor``, as FSDP2 makes them) is
+    streamed by all of them together: each must call this, and read the stream to its end. Each
+    computes what it has a part of, and no process holds more than a few tensors beside that.
 
     Args:
         model: a native model, with or without an adapter; or the directory or URL of one in any
@@ -54,29 +60,32 @@ def merged_stream(
             copy of it.
         version: number of these weights.
         digests: take a checksum of each tensor.
+        to_ranks: of several processes, those that get the tensors, such as ``[0]``; for the others
+            the same stream has none. By default all get all.
 
     Returns:
         The stream. All that can be wrong is found before it is returned.
 
     Raises:
-        ConfigError: if an argument is wrong, or the adapter is of another base.
+        ConfigError: if an argument is wrong or another one in another process, or the adapter is
+            of another base.
         TensorMismatchError: lists all tensors that do not fit the model, or the engine.
         CheckpointNotFoundError: if there is no model or no adapter.
     """
-    if isinstance(model, TransformerDecoder):
-        if adapter is not None:
+    together = Together(model, to_ranks)
+    with together.agreed():
+        if isinstance(model, TransformerDecoder) and adapter is not None:
             raise ConfigError(
                 "adapter: a live model has its own adapter; give it for a directory only"
             )
-        content = _merged_live(model, dtype)
-        family = model.config.family
-    else:
-        content, family = _merged_on_disk(model, adapter, dtype)
-    if tied_head:
-        content = _with_tied_head(content, family)
-    stream = WeightStream(content, version, digests)
-    if expected is not None:
-        stream.check_expected(expected, "the engine")
+        arguments = {"dtype": dtype, "tied_head": tied_head, "version": version}
+        together.check_alike("merged_stream", arguments)
+        content, family = together.plan(lambda: _merged(model, adapter, dtype))
+        if tied_head:
+            content = _with_tied_head(content, family)
+        stream = together.stream(content, version, digests)
+        if expected is not None:
+            stream.check_expected(expected, "the engine")
     return stream
 
 
@@ -88,6 +97,7 @@ def adapter_stream(
     form: str = "portable",
     version: int = 0,
     digests: bool = True,
+    to_ranks: Collection[int] | None = None,
 ) -> WeightStream:
     """The adapter alone, as PEFT stores it; the stream's ``adapter_config`` is PEFT's config.
 
@@ -99,6 +109,7 @@ def adapter_stream(
         form: ``"portable"``, which engines compute rightly, or ``"exact"``.
         version: number of these weights.
         digests: take a checksum of each tensor.
+        to_ranks: as for :func:`merged_stream`.
 
     Returns:
         The stream. All that can be wrong is found before it is returned.
@@ -108,6 +119,20 @@ def adapter_stream(
         TensorMismatchError: lists all tensors of the adapter that do not fit its base.
         CheckpointNotFoundError: if there is no adapter or no base.
     """
+    together = Together(model, to_ranks)
+    with together.agreed():
+        arguments = {"base": str(base), "dtype": dtype, "form": form, "version": version}
+        together.check_alike("adapter_stream", arguments)
+        content = together.plan(lambda: _adapter(model, base, dtype, form))
+        return together.stream(content, version, digests)
+
+
+def _adapter(
+    model: TransformerDecoder | str | Path,
+    base: str | Path | None,
+    dtype: torch.dtype | None,
+    form: str,
+) -> Content:
     device = torch.device("cpu")
     live: tuple[Tensor, ...] = ()
     if isinstance(model, TransformerDecoder):
@@ -120,8 +145,7 @@ def adapter_stream(
         assert plan.peft is not None  # it is what was asked for
         peft, notes = plan.peft, plan.notes
     source = peft.tensors if dtype is None else cast(peft.tensors, dtype)
-    content = Content("adapter", source, device, peft.config, notes, live=live)
-    return WeightStream(content, version, digests)
+    return Content("adapter", source, device, peft.config, notes, live=live)
 
 
 def merged_source(model: TransformerDecoder) -> tuple[TensorSource, MeasuredMerge | None]:
@@ -143,6 +167,15 @@ def config_of(model: TransformerDecoder) -> AdapterConfig:
     if model.adapter_config is None:
         raise ConfigError("the model has no adapter: add one with add_adapter")
     return model.adapter_config
+
+
+def _merged(
+    model: TransformerDecoder | str | Path, adapter: str | Path | None, dtype: torch.dtype | None
+) -> tuple[Content, str]:
+    """What is streamed, and the model's family."""
+    if isinstance(model, TransformerDecoder):
+        return _merged_live(model, dtype), model.config.family
+    return _merged_on_disk(model, adapter, dtype)
 
 
 def _merged_live(model: TransformerDecoder, dtype: torch.dtype | None) -> Content:

@@ -34,15 +34,26 @@ class CompletionBatch:
 
 
 def completion_batch(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], device: torch.device
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    device: torch.device,
+    rows: int | None = None,
 ) -> CompletionBatch:
     """A batch of completions, each with its prompt.
 
     Padding comes last and attention is causal, so that no token sees it.
+
+    Args:
+        prompts: token ids of the prompt of each completion.
+        completions: the completions.
+        device: of the tensors.
+        rows: of the batch; those after the completions are padding, of which nothing is learnt, so
+            that a process that has less to do takes its part in what all do together.
     """
     lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, completions, strict=True)]
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    mask = torch.zeros(len(lengths), max(lengths) - 1, dtype=torch.bool)
+    size = (len(lengths) if rows is None else rows, max(lengths, default=2))
+    tokens = torch.zeros(size, dtype=torch.int64)
+    mask = torch.zeros(size[0], size[1] - 1, dtype=torch.bool)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         tokens[row, : lengths[row]] = torch.tensor([*prompt, *completion.tokens])
         mask[row, len(prompt) - 1 : lengths[row] - 1] = True

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from checkpointing.rl.reward_function import RewardFunction
 from checkpointing.rl.synced_engine import SyncedEngine
 from checkpointing.training.adapter_switch import adapter_off
 from checkpointing.training.decoder import TransformerDecoder
+from checkpointing.training.distributed import DataShare, job
 from checkpointing.training.tokenizer import ChatTokenizer
 from checkpointing.training.trainer import check_finite, clip_gradient
 
@@ -39,6 +41,9 @@ class GRPOStep:
 
     The reference is the same model with its adapter switched off.
 
+    Several processes that train one model together each have a share of the prompts, with all
+    completions of each; a step of all is that of one process with all prompts, up to rounding.
+
     Args:
         model: with an adapter without dropout, which is trained.
         optimizer: of the adapter.
@@ -54,6 +59,7 @@ class GRPOStep:
         num_policy_updates: optimizer steps on the completions of a step.
         forward_batch_size: completions in a pass through the model; ``None``: all.
         clip_grad_norm: largest L2 norm of the gradient of an update; ``None``: no limit.
+        share: the part of the prompts that this process has.
 
     Raises:
         ConfigError: if a number is not possible, or nothing would end a completion.
@@ -73,6 +79,7 @@ class GRPOStep:
         num_policy_updates: int = 1,
         forward_batch_size: int | None = None,
         clip_grad_norm: float | None = None,
+        share: DataShare | None = None,
     ) -> None:
         if model.adapter_config is not None and model.adapter_config.dropout > 0:
             raise ConfigError(
@@ -105,6 +112,8 @@ class GRPOStep:
         self._updates = num_policy_updates
         self._forward_batch_size = forward_batch_size
         self._clip_grad_norm = clip_grad_norm
+        self._share = share or DataShare()
+        self._ranks = job()
 
     def __call__(self, group: list[Any], number: int) -> dict[str, float]:
         """Takes the step.
@@ -127,9 +136,13 @@ class GRPOStep:
         metrics = self._engine.sync_if_due(number - 1)
         drawn = self._draw(prompts, number)
         of_each = [prompt for prompt in prompts for _ in range(self._group_size)]
-        rewards = self._rewards(of_each, drawn)
+        with self._ranks.agreed():
+            own_rewards = self._rewards(of_each, drawn)
+        rewards = torch.cat(self._share.of_each(own_rewards))
         device = self._trained[0].device
-        batch = completion_batch([prompt.tokens for prompt in of_each], drawn, device)
+        # Each process goes through the model as often as the one that has most.
+        rows = max(self._share.of_each(len(drawn)))
+        batch = completion_batch([prompt.tokens for prompt in of_each], drawn, device, rows)
         with torch.no_grad():
             with self._engine.weights():
                 sampled = self._logprobs(batch)
@@ -137,12 +150,15 @@ class GRPOStep:
                 reference = self._logprobs(batch)
         said = torch.tensor([each for completion in drawn for each in completion.logprobs])
         gap = self._engine.check(said, sampled[batch.mask].cpu())
-        grouped = advantages(rewards, self._objective.normalize_by_std)
-        advantage = grouped.flatten().float().to(device)
+        grouped = advantages(own_rewards, self._objective.normalize_by_std)
+        advantage = F.pad(grouped.flatten().float(), (0, rows - len(drawn))).to(device)
         updates = [
-            self._update(batch, sampled, reference, advantage, number) for _ in range(self._updates)
+            self._update(batch, sampled, reference, advantage, rewards.numel(), number)
+            for _ in range(self._updates)
         ]
-        tokens = int(batch.lengths.sum()) + sum(len(prompt.tokens) for prompt in of_each)
+        written = int(self._share.total(batch.lengths.sum()))
+        read = torch.tensor(sum(len(prompt.tokens) for prompt in of_each))
+        tokens = written + int(self._share.total(read))
         return {
             "loss": _mean(updates, "loss"),
             "lr": float(lr),
@@ -151,7 +167,7 @@ class GRPOStep:
             "reward_std": rewards.std().item(),
             "kl": _mean(updates, "kl"),
             "clip_share": _mean(updates, "clip_share"),
-            "completion_length": batch.lengths.double().mean().item(),
+            "completion_length": written / rewards.numel(),
             "engine_gap": gap,
             **metrics,
             "tokens_per_second": tokens / (time.perf_counter() - started),
@@ -166,6 +182,8 @@ class GRPOStep:
     def _rewards(self, prompts: list[Prompt], drawn: list[Completion]) -> Tensor:
         """fp64 ``[prompts, group]``."""
         ends = set(self._sampling.stop_token_ids)
+        if not drawn:
+            return torch.zeros(0, self._group_size, dtype=torch.float64)
         texts = [self._text(completion.tokens, ends) for completion in drawn]
         found = self._reward([p.text for p in prompts], texts, [p.row for p in prompts])
         return torch.tensor(found, dtype=torch.float64).view(-1, self._group_size)
@@ -190,11 +208,21 @@ class GRPOStep:
         sampled: Tensor,
         reference: Tensor,
         advantage: Tensor,
+        count: int,
         number: int,
     ) -> dict[str, float]:
-        """One step of the optimizer on all completions; returns its numbers."""
+        """One step of the optimizer on all completions; returns its numbers.
+
+        Args:
+            batch: the completions that this process has.
+            sampled: their log-probabilities by the weights that they were drawn with.
+            reference: the same by the reference.
+            advantage: of each completion.
+            count: number of the completions of all processes.
+            number: of the step.
+        """
         self._optimizer.zero_grad(set_to_none=True)
-        count, tokens = len(batch.tokens), batch.lengths.sum()
+        tokens = self._share.total(batch.lengths.sum())
         loss, kl, clipped = (torch.zeros((), device=sampled.device) for _ in range(3))
         for start, stop in self._chunks(batch):
             some = batch.rows(start, stop)
@@ -212,6 +240,7 @@ class GRPOStep:
             loss += part.detach()
             kl += found.kl.sum() / tokens
             clipped += found.clipped.sum() / tokens
+        loss, kl, clipped = (self._share.total(each) for each in (loss, kl, clipped))
         check_finite(loss, "loss", number)
         norm = clip_gradient(self._trained, self._clip_grad_norm)
         check_finite(norm, "gradient norm", number)

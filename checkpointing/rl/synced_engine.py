@@ -11,8 +11,10 @@ from torch import Tensor
 
 from checkpointing.errors import CheckpointingError, ConfigError
 from checkpointing.export.engines.base import WAYS, Completion, RolloutEngine, Sampling, sync
+from checkpointing.mapping.tensors import is_dtensor
 from checkpointing.nearest import hint
 from checkpointing.training.decoder import TransformerDecoder
+from checkpointing.training.distributed import DataShare, job
 from checkpointing.training.lora import adapter_state_dict, base_state_dict, load_adapter
 from checkpointing.training.rng import rng_state, set_rng_state
 
@@ -34,29 +36,44 @@ class SyncedEngine:
     kept, so that the model can compute with it, and a resumed run gives the engine the same again.
     The random numbers of the run are not touched by what an engine does in the same process.
 
+    Several processes that train one model together have one engine, in one of them, which draws
+    for all the same as it would for one process that trains alone. All must call each method at the
+    same time.
+
     Args:
-        engine: started with the base that is trained.
+        engine: started with the base that is trained; ``None`` in the processes that have none.
         model: with an adapter.
         way: ``"merged"`` or ``"adapter"``.
         every: steps between two syncs.
         base: repository or directory of the base, for an adapter's config.
+        share: the part of the prompts that this process has.
 
     Raises:
-        ConfigError: if the way is unknown, or ``every`` is below 1.
+        ConfigError: if the way is unknown, ``every`` is below 1, or there is not just one engine.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RolloutEngine | None,
         model: TransformerDecoder,
         way: str = "merged",
         every: int = 1,
         base: str | Path | None = None,
+        share: DataShare | None = None,
     ) -> None:
         if way not in WAYS:
             raise ConfigError(f"sync={way}: {hint(str(way), WAYS)}")
         if every < 1:
             raise ConfigError(f"sync_every={every}: must be at least 1")
+        self._ranks = job()
+        own = None if engine is None else (engine.name, engine.dtype, engine.version < 0)
+        engines = [one for one in self._ranks.exchange(own) if one is not None]
+        if len(engines) != 1:
+            raise ConfigError(
+                f"engine: {len(engines)} of the processes have one; just one of them draws for all"
+            )
+        self._name, self._engine_dtype, self._is_new = engines[0]
+        self._share = share or DataShare()
         self._engine = engine
         self._model = model
         self._dtype = base_state_dict(model)["tok_embeddings.weight"].dtype
@@ -77,8 +94,7 @@ class SyncedEngine:
             left of the update: ``sync_changed``, the share of its elements that differ from the
             base, and ``sync_lost``, the norm of what is lost divided by that of the update.
         """
-        is_new = self._engine.version < 0
-        if steps % self._every == 0 or (is_new and not self._held):
+        if steps % self._every == 0 or (self._is_new and not self._held):
             self._version = steps
             if self._every > 1:
                 own = adapter_state_dict(self._model)
@@ -86,7 +102,7 @@ class SyncedEngine:
             else:
                 self._held = {}
             return self._send()
-        if is_new:
+        if self._is_new:
             with self.weights():
                 self._send()
         return {}
@@ -95,6 +111,7 @@ class SyncedEngine:
         started = time.perf_counter()
         with _own_random_numbers():
             stream = sync(self._model, self._engine, self._way, self._version, self._base)
+        self._is_new = False
         metrics = {"sync_seconds": time.perf_counter() - started}
         survival = stream.survival
         if survival is not None:
@@ -106,12 +123,32 @@ class SyncedEngine:
         self, prompts: Sequence[Sequence[int]], samples: int, sampling: Sampling
     ) -> list[list[Completion]]:
         """So many completions of each prompt, by the weights of the last sync."""
+        shares = self._share.of_each(list(prompts))
+        count = len(shares)
+        # In the order of the batch that they are parts of.
+        of_all = [shares[i % count][i // count] for i in range(sum(map(len, shares)))]
+        with self._ranks.agreed():
+            own = (
+                None
+                if self._engine is None
+                else self._drawn(self._engine, of_all, samples, sampling)
+            )
+            drawn = next(one for one in self._ranks.exchange(own) if one is not None)
+        return drawn[self._share.rank :: count]
+
+    def _drawn(
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+    ) -> list[list[Completion]]:
         with _own_random_numbers():
-            drawn = self._engine.generate(prompts, samples, sampling)
+            drawn = engine.generate(prompts, samples, sampling)
         versions = {each.version for group in drawn for each in group}
         if versions != {self._version}:
             raise EngineDisagreesError(
-                f"{self._engine.name} wrote with weights of version {sorted(versions)}, and was "
+                f"{self._name} wrote with weights of version {sorted(versions)}, and was "
                 f"given {self._version}: is another run using the same engine?"
             )
         return drawn
@@ -123,34 +160,44 @@ class SyncedEngine:
             yield
             return
         own = {name: tensor.clone() for name, tensor in adapter_state_dict(self._model).items()}
-        load_adapter(self._model, self._held)
+        self._put(self._held)
         try:
             yield
         finally:
-            load_adapter(self._model, own)
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, adapter: Mapping[str, Tensor]) -> None:
+        """Copies tensors into the model's adapter: whole ones, or in shards as those are."""
+        if not any(map(is_dtensor, adapter.values())):
+            load_adapter(self._model, adapter)
+            return
+        for name, parameter in adapter_state_dict(self._model).items():
+            parameter.copy_(adapter[name])
 
     def check(self, engine: Tensor, model: Tensor) -> float:
         """Compares what the engine says of some tokens with what its weights give here.
 
         Args:
-            engine: fp32 ``[tokens]``, log-probabilities by the engine.
+            engine: fp32 ``[tokens]``, log-probabilities by the engine of the tokens that this
+                process has.
             model: the same by the model.
 
         Returns:
-            Mean of the absolute differences.
+            Mean of the absolute differences, over the tokens of all processes.
 
         Raises:
             EngineDisagreesError: if it is above what their dtypes explain.
         """
-        dtypes = {self._engine.dtype, self._dtype}
+        dtypes = {self._engine_dtype, self._dtype}
         tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
-        differences = (engine - model).abs()
+        differences = torch.cat(self._share.of_each((engine - model).abs()))
         mean = differences.mean().item()
         if not mean <= tolerance:
             raise EngineDisagreesError(
                 f"after the sync of version {self._version} (sync={self._way}) the log-"
-                f"probabilities of {self._engine.name} differ from the model's by {mean:.2g} in "
-                f"the mean and {differences.max():.2g} at most, over {len(model)} tokens; "
+                f"probabilities of {self._name} differ from the model's by {mean:.2g} in "
+                f"the mean and {differences.max():.2g} at most, over {len(differences)} tokens; "
                 f"{', '.join(sorted(map(str, dtypes)))} explain {tolerance:g}. Nothing was trained "
                 "on these completions. Start the engine with the base that is trained here, "
                 "without other adapters, or sync the other way"
@@ -159,7 +206,8 @@ class SyncedEngine:
 
     def close(self) -> None:
         """Frees what the engine holds."""
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Which weights the engine holds; the adapter, if the model's may be newer."""

@@ -16,7 +16,6 @@ from checkpointing.training import (
     build_decoder,
 )
 from checkpointing.training.quantize import quantize_base
-from tests.families.variants import write
 from tests.tiny import ATTENTION, EXPERTS, MLP, targets_of
 
 ALL = (*ATTENTION, *MLP, *EXPERTS)
@@ -72,8 +71,18 @@ def live_model(
     config: AdapterConfig = KINDS["lora"],
     dtype: torch.dtype = torch.float32,
 ) -> TransformerDecoder:
-    """A model whose base lies in a directory, in Hugging Face's format."""
+    """A model whose base is written to a directory, in Hugging Face's format."""
+    # Imported here: it needs transformers, which a process that only loads does without.
+    from tests.families.variants import write
+
     write(variant, directory)
+    return loaded_model(directory, config, dtype)
+
+
+def loaded_model(
+    directory: Path, config: AdapterConfig, dtype: torch.dtype = torch.float32
+) -> TransformerDecoder:
+    """The same, of a base that lies there already."""
     checkpointer = FullModelHFCheckpointer(directory)
     weights = checkpointer.load_checkpoint()["model"]
     model = build_decoder(checkpointer.model_config, weights, dtype)
@@ -84,6 +93,8 @@ def live_model(
 
 def nf4_model(directory: Path, targets: tuple[str, ...]) -> TransformerDecoder:
     """The same with a base in NF4."""
+    from tests.families.variants import write
+
     write("llama", directory)
     checkpointer = FullModelHFCheckpointer(directory)
     weights = checkpointer.load_checkpoint()["model"]

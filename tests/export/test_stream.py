@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from checkpointing import AdapterConfig, FullModelHFCheckpointer
 from checkpointing.adapters import MergedStateDict
 from checkpointing.errors import ConfigError, TensorMismatchError
-from checkpointing.export import adapter_stream, merged_stream, stream
+from checkpointing.export import adapter_stream, merged_stream, shared_window, stream
 from checkpointing.export.stream import ChangedWeightsError
 from checkpointing.nf4 import NF4Rounding
 from checkpointing.training import adapter_state_dict, base_state_dict, build_decoder
@@ -245,7 +245,7 @@ def test_another_engine_is_refused_before_the_first_tensor(tmp_path, monkeypatch
     more, without, message = PROBLEMS[problem]
     model = live_model(tmp_path)
     shapes = {name: meta.shape for name, meta in merged_stream(model).metas.items()}
-    monkeypatch.setattr(stream, "copy_into", lambda *arguments: pytest.fail("computed"))
+    monkeypatch.setattr(shared_window, "copy_into", lambda *arguments: pytest.fail("computed"))
     expected = {n: s for n, s in (shapes | more).items() if n not in without}
     with pytest.raises(TensorMismatchError, match=message):
         merged_stream(model, expected=expected)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from checkpointing.errors import ConfigError
 from checkpointing.export.stream import WeightStream
+from checkpointing.export.together import is_in_shards, ranks_that_stream
 from checkpointing.export.weights import adapter_stream, merged_stream
 from checkpointing.training.decoder import TransformerDecoder
 
@@ -93,16 +94,19 @@ class RolloutEngine(Protocol):
 
 def sync(
     model: TransformerDecoder,
-    engine: RolloutEngine,
+    engine: RolloutEngine | None,
     way: str,
     version: int,
     base: str | Path | None = None,
 ) -> WeightStream:
     """Gives an engine the weights that a model has now.
 
+    Where the model lies in shards in the processes of a job, all of them must call it. What an
+    engine of one process raises is raised in all.
+
     Args:
         model: the native model; it is not changed.
-        engine: the engine.
+        engine: the engine; ``None`` in a process of several that has none.
         way: ``"merged"`` for all weights, ``"adapter"`` for the adapter alone.
         version: number of these weights, above the engine's.
         base: repository or directory of the base, for an adapter's config.
@@ -116,21 +120,65 @@ def sync(
     """
     if way not in WAYS:
         raise ConfigError(f"sync: {way!r} is unknown; give one of {', '.join(WAYS)}")
-    if version <= engine.version:
-        raise ConfigError(
-            f"sync: version {version}, and {engine.name} holds {engine.version}: count up, since "
-            "engines keep what they computed by the version of the weights"
-        )
-    if way == "adapter":
-        with adapter_stream(model, base, version=version) as stream:
-            engine.load_adapter(stream)
-    else:
-        with merged_stream(
-            model,
-            dtype=engine.dtype,
-            expected=engine.expected(),
-            tied_head=engine.needs_tied_head,
-            version=version,
-        ) as stream:
-            engine.load_merged(stream)
+    ranks = ranks_that_stream(is_in_shards(model))
+    with ranks.agreed():
+        # Nothing may be raised in one process alone between this exchange and the stream's own.
+        expected = None if engine is None or way == "adapter" else engine.expected()
+        own = None if engine is None else _Needs.of(engine)
+        needs = {rank: one for rank, one in enumerate(ranks.exchange(own)) if one is not None}
+        dtype, tied_head = _alike(needs, version)
+        to_ranks = None if ranks.count == 1 else list(needs)
+        if way == "adapter":
+            stream = adapter_stream(model, base, version=version, to_ranks=to_ranks)
+        else:
+            stream = merged_stream(
+                model,
+                dtype=dtype,
+                expected=expected,
+                tied_head=tied_head,
+                version=version,
+                to_ranks=to_ranks,
+            )
+        with stream:
+            if engine is None:
+                for _ in stream:
+                    pass
+            elif way == "adapter":
+                engine.load_adapter(stream)
+            else:
+                engine.load_merged(stream)
     return stream
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What an engine needs of a stream, as other processes are told it."""
+
+    name: str
+    version: int
+    dtype: torch.dtype
+    tied_head: bool
+
+    @classmethod
+    def of(cls, engine: RolloutEngine) -> "_Needs":
+        return cls(engine.name, engine.version, engine.dtype, engine.needs_tied_head)
+
+
+def _alike(needs: Mapping[int, _Needs], version: int) -> tuple[torch.dtype, bool]:
+    """The dtype of what is sent, and whether the head is sent, which all engines agree on."""
+    if not needs:
+        raise ConfigError("sync: there is no engine; give one, in at least one of the processes")
+    for one in needs.values():
+        if version <= one.version:
+            raise ConfigError(
+                f"sync: version {version}, and {one.name} holds {one.version}: count up, since "
+                "engines keep what they computed by the version of the weights"
+            )
+    kinds = {(one.dtype, one.tied_head) for one in needs.values()}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "sync: the engines of "
+            + ", ".join(f"rank {rank} ({one.name}, {one.dtype})" for rank, one in needs.items())
+            + " need other weights: give all processes the same kind of engine, of one dtype"
+        )
+    return kinds.pop()
