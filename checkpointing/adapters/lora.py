@@ -64,11 +64,25 @@ def unrounded_merge(
     dtype: torch.dtype,
 ) -> Tensor:
     """As :func:`merged_weight`, in the dtype that is computed in."""
-    merged = (lora_b.to(dtype) @ lora_a.to(dtype)).mul_(scale).add_(weight.to(dtype))
+    merged = _product(lora_b.to(dtype), lora_a.to(dtype)).mul_(scale).add_(weight.to(dtype))
     if magnitude is not None:
         norms = torch.linalg.vector_norm(merged, dim=-1)
         merged *= (magnitude.to(dtype) / norms)[..., None]
     return merged
+
+
+def _product(lora_b: Tensor, lora_a: Tensor) -> Tensor:
+    """``B A``, of which each element has the same bits however many rows and columns there are.
+
+    A weight is merged a few rows at a time, which are others where it lies in shards. With a single
+    row or column, which is a vector, the sum over the rank would be taken in another order.
+    """
+    rows, columns = lora_b.shape[-2], lora_a.shape[-1]
+    if rows == 1:
+        lora_b = lora_b.expand(*lora_b.shape[:-2], 2, -1)
+    if columns == 1:
+        lora_a = lora_a.expand(*lora_a.shape[:-1], 2)
+    return (lora_b @ lora_a)[..., :rows, :columns]
 
 
 def adapter_modules(names: Iterable[str]) -> dict[str, AdapterKind]:
@@ -259,6 +273,9 @@ class MergedStateDict(LazyTensors):
         adapter: native adapter tensors, and those of modules that were trained whole.
         config: the adapter's hyper-parameters.
 
+    Attributes:
+        base: native weights, as a source.
+
     Raises:
         TensorMismatchError: if the adapter does not fit the base, or has biases for modules that
             have none.
@@ -271,7 +288,7 @@ class MergedStateDict(LazyTensors):
         config: AdapterConfig,
     ) -> None:
         base_source, adapter_source = as_source(base), as_source(adapter)
-        self._base, self._adapter, self._config = base_source, adapter_source, config
+        self.base, self._adapter, self._config = base_source, adapter_source, config
         check_adapter(adapter_source.metas, config, shapes_of(base_source), "merging an adapter")
         self._whole = self._gathered_updates()
         rows: dict[str, Callable[[], Rows]] = {
@@ -297,7 +314,7 @@ class MergedStateDict(LazyTensors):
 
     def with_adapter(self, adapter: Mapping[str, Tensor]) -> "MergedStateDict":
         """The same base with other tensors of such an adapter, as a copy of them."""
-        return MergedStateDict(self._base, adapter, self._config)
+        return MergedStateDict(self.base, adapter, self._config)
 
     def _gathered_updates(self) -> dict[str, Tensor]:
         """What updates weights, and lies in shards: each part of a weight needs others of it."""
@@ -316,7 +333,7 @@ class MergedStateDict(LazyTensors):
         """A merged weight, a few rows at a time, unless each needs all of them."""
         axes = kind.weight.axes
         name = kind.weight.native_name(module)
-        weight = self._base.rows(name)
+        weight = self.base.rows(name)
         order = sorted(range(len(axes)), key=lambda dim: _MATRIX.index(axes[dim]))
         back = [order.index(dim) for dim in range(len(axes))]
         own = [kind.a, kind.b, *([kind.magnitude] if kind.magnitude is not None else [])]
@@ -341,7 +358,7 @@ class MergedStateDict(LazyTensors):
 
         # DoRA divides each output row by its norm.
         if self._config.use_dora and axes[0] == "in":
-            shape = self._base.metas[name].shape
+            shape = self.base.metas[name].shape
             return Rows.made_of([weight], shape, lambda all: merge(all[0], 0, weight.count))
         return weight.map_ranges(merge)
 
@@ -357,10 +374,10 @@ class MergedStateDict(LazyTensors):
             update = self._update(lora_bias)[start:stop].to(bias.device, dtype)
             return (bias.to(dtype) + self._config.scale(module) * update).to(bias.dtype)
 
-        return self._base.rows(name).map_ranges(add)
+        return self.base.rows(name).map_ranges(add)
 
     def _trained(self, name: str) -> Rows:
-        dtype = self._base.metas[name].dtype
+        dtype = self.base.metas[name].dtype
         return self._adapter.rows(name).map(lambda rows: rows.to(dtype))
 
 

@@ -22,7 +22,7 @@ from checkpointing.adapters.config import AdapterConfig
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.rules import EXPERTS_A, EXPERTS_B
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource, is_sharded
 
 # The packed parameters, and the native projections in each, along its out axis.
 PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -173,7 +173,7 @@ def pack(
                     _packed, adapter, module, parameter, factors, is_a, meta.dtype
                 )
     return PackedExperts(
-        LazyTensors.of_whole(metas, compute),
+        LazyTensors.of_whole(metas, compute, gathers=is_sharded(adapter)),
         tuple(packed),
         target_parameters([one.name for one in packed], layout),
     )

@@ -105,3 +105,22 @@ def test_an_adapter_config_reads_torchtunes_four_keys_and_its_own_state():
 def test_a_wrong_adapter_config_is_refused(state, says):
     with pytest.raises(ConfigError, match=says):
         AdapterConfig.from_state(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_has_the_same_bits_however_many_are_merged_at_once(dtype):
+    # A product with a single row is summed in another order from a rank of 8 on.
+    generator = torch.Generator().manual_seed(1)
+    weight, lora_a, lora_b = (
+        torch.randn(shape, generator=generator, dtype=dtype)
+        for shape in ((93, 352), (16, 352), (93, 16))
+    )
+    whole = merged_weight(weight, lora_a, lora_b, 1.5)
+    for rows in (1, 2, 31, 46):
+        for some in torch.arange(93).split(rows):
+            assert torch.equal(merged_weight(weight[some], lora_a, lora_b[some], 1.5), whole[some])
+    for some in torch.arange(352).split(117):
+        columns = [merged_weight(weight[:, some], lora_a[:, some], lora_b, 1.5), whole[:, some]]
+        assert torch.equal(*columns)
+    one = merged_weight(weight[:, :1], lora_a[:, :1], lora_b, 1.5)
+    assert torch.equal(one, whole[:, :1])
