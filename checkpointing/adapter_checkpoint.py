@@ -1,4 +1,4 @@
-"""The adapter of a directory: of a checkpoint as `tune run` writes it, or of PEFT."""
+"""The adapter of a directory: of a checkpoint as `tune run` writes it, PEFT's or Megatron's."""
 
 import json
 from collections.abc import Mapping
@@ -18,6 +18,12 @@ from checkpointing.adapters.peft_config_in import parse_peft_config
 from checkpointing.adapters.peft_in import peft_weights, read_peft
 from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from checkpointing.formats.base import OpenModel, native_layout
+from checkpointing.formats.megatron_adapter import (
+    adapter_files,
+    is_megatron_adapter,
+    read_megatron_adapter,
+    stored_adapter,
+)
 from checkpointing.mapping.tensors import TensorSource, shapes_of
 from checkpointing.nf4 import QUANTIZED_BASE_KEY, NF4Rounding
 from checkpointing.save_plan import ADAPTER_CONFIG_KEY
@@ -36,16 +42,18 @@ class AdapterCheckpoint:
     """An adapter on disk of which the headers have been read.
 
     Attributes:
-        path: its native file, or PEFT's directory.
+        path: its native file, or PEFT's or Megatron's directory.
         tensors: its native tensors.
         told_config: its hyper-parameters, or ``None`` if nothing tells them.
         manifest: what the checkpoint says of itself.
+        format: ``"tune"``, ``"peft"`` or ``"megatron"``.
     """
 
     path: Path
     tensors: TensorSource
     told_config: AdapterConfig | None
     manifest: Mapping[str, Any]
+    format: str = "tune"
 
     @property
     def config(self) -> AdapterConfig:
@@ -62,9 +70,19 @@ class AdapterCheckpoint:
         return self.told_config
 
     @property
-    def is_peft(self) -> bool:
-        """It is a directory of PEFT's."""
-        return self.path.is_dir()
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def files(self) -> list[Path]:
+        """What it is read from."""
+        if self.format == "megatron":
+            return adapter_files(self.path)
+        if self.format == "peft":
+            return [self.path / PEFT_CONFIG, peft_weights(self.path)]
+        manifest = self.directory / MANIFEST_NAME
+        return [self.path, *([manifest] if manifest.is_file() else [])]
 
     @property
     def base_directory(self) -> Path | None:
@@ -119,12 +137,13 @@ def write_peft(
 
 
 def has_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter, native or PEFT's."""
-    return (directory / ADAPTER_NAME).is_file() or (directory / PEFT_CONFIG).is_file()
+    """Whether a directory holds an adapter, native, PEFT's or Megatron's."""
+    names = (ADAPTER_NAME, PEFT_CONFIG)
+    return any((directory / name).is_file() for name in names) or is_megatron_adapter(directory)
 
 
 def find_adapter(path: Path) -> Path:
-    """The native adapter file, or the PEFT directory, that a path leads to.
+    """The native adapter file, or PEFT's or Megatron's directory, that a path leads to.
 
     Raises:
         CheckpointNotFoundError: if there is none.
@@ -137,7 +156,7 @@ def find_adapter(path: Path) -> Path:
     # Without a manifest the alpha of a native adapter is not known; PEFT's config has it.
     if native.is_file() and ((path / MANIFEST_NAME).is_file() or not is_peft):
         return native
-    if is_peft:
+    if is_peft or is_megatron_adapter(path):
         return path
     raise CheckpointNotFoundError(
         f"{path}: holds neither {ADAPTER_NAME} nor {PEFT_CONFIG}; give the directory of an "
@@ -149,9 +168,10 @@ def open_adapter(path: Path, base: OpenModel | None = None) -> AdapterCheckpoint
     """Reads the headers of an adapter.
 
     Args:
-        path: a native adapter file, a checkpoint that holds one, or a PEFT adapter directory.
-        base: the adapter's base. Without it the tensors and targets of a PEFT adapter keep
-            PEFT's names.
+        path: a native adapter file, a checkpoint that holds one, or a directory of PEFT's or
+            Megatron's.
+        base: the adapter's base. Without it the tensors and targets of an adapter that is not
+            native keep their names, and of Megatron's there are those of the first rank.
 
     Raises:
         CheckpointNotFoundError: if there is none.
@@ -160,14 +180,15 @@ def open_adapter(path: Path, base: OpenModel | None = None) -> AdapterCheckpoint
         CorruptCheckpointError: if a file is damaged.
     """
     path = find_adapter(path)
-    return _open_peft(path, base) if path.is_dir() else _open_native(path)
+    if not path.is_dir():
+        return _open_native(path)
+    is_peft = (path / PEFT_CONFIG).is_file()
+    return _open_peft(path, base) if is_peft else _open_megatron(path, base)
 
 
 def _open_native(path: Path) -> AdapterCheckpoint:
-    manifest = read_manifest(path.parent) or {}
+    manifest = _manifest_in(path.parent)
     said_by = path.parent / MANIFEST_NAME
-    if not isinstance(manifest.get("base", {}), dict):
-        raise CorruptCheckpointError(f"{said_by}: says nothing of the base; the file is damaged")
     state = manifest.get(ADAPTER_CONFIG_KEY)
     try:
         config = None if state is None else AdapterConfig.from_state(state)
@@ -176,12 +197,22 @@ def _open_native(path: Path) -> AdapterCheckpoint:
     return AdapterCheckpoint(path, open_tensor_file(path), config, manifest)
 
 
+def _manifest_in(directory: Path) -> Mapping[str, Any]:
+    manifest = read_manifest(directory) or {}
+    if not isinstance(manifest.get("base", {}), dict):
+        raise CorruptCheckpointError(
+            f"{directory / MANIFEST_NAME}: says nothing of the base; the file is damaged"
+        )
+    return manifest
+
+
 def _open_peft(directory: Path, base: OpenModel | None) -> AdapterCheckpoint:
     raw = read_json(directory / PEFT_CONFIG)
     facts = {"base": {"directory": raw.get("base_model_name_or_path")}}
     if base is not None:
         layout = native_layout(base.native, base, "hf")
-        return AdapterCheckpoint(directory, *read_peft(directory, layout, base.native), facts)
+        tensors, config = read_peft(directory, layout, base.native)
+        return AdapterCheckpoint(directory, tensors, config, facts, "peft")
     settings = parse_peft_config(raw, str(directory / PEFT_CONFIG))
     targets = raw.get("target_modules") or ()
     config = AdapterConfig(
@@ -193,4 +224,16 @@ def _open_peft(directory: Path, base: OpenModel | None) -> AdapterCheckpoint:
         modules_to_save=settings.modules_to_save,
         lora_bias=bool(settings.lora_bias),
     )
-    return AdapterCheckpoint(directory, open_tensor_file(peft_weights(directory)), config, facts)
+    stored = open_tensor_file(peft_weights(directory))
+    return AdapterCheckpoint(directory, stored, config, facts, "peft")
+
+
+def _open_megatron(directory: Path, base: OpenModel | None) -> AdapterCheckpoint:
+    manifest = _manifest_in(directory)
+    if base is not None:
+        tensors, config = read_megatron_adapter(directory, base)
+    else:
+        tensors, settings = stored_adapter(directory)
+        targets = settings.get("target_modules") or ()
+        config = AdapterConfig(settings["dim"], settings["alpha"], tuple(map(str, targets)))
+    return AdapterCheckpoint(directory, tensors, config, manifest, "megatron")

@@ -19,7 +19,6 @@ from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.formats.detect import FoundModel, find_model
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.storage.mirror import local
-from checkpointing.storage.paths import path_named
 from checkpointing.storage.read import open_tensor_file, read_json
 
 
@@ -102,7 +101,7 @@ def _find_model(directory: Path) -> FoundModel | None:
 
 def _open_adapters(a: Path, b: Path, model_type: str | None, base: Path | None) -> Pair:
     """Of native files and PEFT's directories."""
-    if a.is_dir() and b.is_dir() and base is None:
+    if base is None and all((each / PEFT_CONFIG).is_file() for each in (a, b)):
         return _open_in_peft_names(a, b)
     model = None
     if a.is_dir() or b.is_dir():
@@ -118,10 +117,7 @@ def _open_adapters(a: Path, b: Path, model_type: str | None, base: Path | None) 
 def _find_base(paths: Sequence[Path]) -> Path:
     places = []
     for path in paths:
-        if path.is_dir():
-            place = path_named(read_json(path / PEFT_CONFIG).get("base_model_name_or_path"))
-        else:
-            place = open_adapter(path).base_directory
+        place = open_adapter(path).base_directory
         places += [place] if place else []
     for place in places:
         if place.is_dir():
@@ -129,9 +125,9 @@ def _find_base(paths: Sequence[Path]) -> Path:
     native, foreign = sorted(paths, key=Path.is_dir)
     where = " or ".join(dict.fromkeys(map(str, places)))
     raise ConfigError(
-        f"{native} is a native adapter and {foreign} one of PEFT, which has native names only with "
-        f"its base, and that is {f'not at {where}' if where else 'not known'}; give its directory "
-        "with --base"
+        f"{native} and {foreign} are adapters of different forms, which have names in common only "
+        f"with their base, and that is {f'not at {where}' if where else 'not known'}; give its "
+        "directory with --base"
     )
 
 

@@ -24,8 +24,12 @@ from checkpointing.formats.detect import FORMATS, FoundModel, find_model
 from checkpointing.formats.hf import config_for_weights
 from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.made_configs import hf_config_for, params_for
+from checkpointing.formats.megatron_files import TRACKER_NAME
+from checkpointing.formats.megatron_settings import SETTINGS_NAME
+from checkpointing.formats.megatron_shards import check_parallel
 from checkpointing.formats.meta import PARAMS_NAME
 from checkpointing.formats.tune import missing_config
+from checkpointing.mapping.model_parallel import ONE_RANK, Parallel
 from checkpointing.mapping.tensors import TensorSource
 from checkpointing.nearest import hint
 from checkpointing.progress import bytes_progress
@@ -53,6 +57,8 @@ from checkpointing.storage.writer import CheckpointWriter
 _GENERATION_CONFIG = "generation_config.json"
 # Written anew or not true of other files; Meta's checklist holds checksums of its own weights.
 _NOT_COPIED = {CONFIG_NAME, PARAMS_NAME, "checklist.chk"}
+# What Megatron says of its own files.
+_MEGATRONS = {TRACKER_NAME, SETTINGS_NAME, "metadata.json"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class ModelToWrite:
         config_text: name and content of the config file, ``None`` for none.
         side_files: files to copy as they are.
         max_shard_bytes: largest weight file.
+        parallel: number of ranks, each with weight files of its own.
         inputs: all other files that it is made from.
         computed_with: what else the tensors depend on, for JSON.
         measure: what measures the tensors while they are written.
@@ -81,6 +88,7 @@ class ModelToWrite:
     config_text: tuple[str, str] | None
     side_files: tuple[Path, ...]
     max_shard_bytes: int
+    parallel: Parallel = ONE_RANK
     inputs: tuple[Path, ...] = ()
     computed_with: Mapping[str, Any] = field(default_factory=dict)
     measure: Measure | None = None
@@ -100,7 +108,7 @@ class ModelToWrite:
     @property
     def options(self) -> WriteOptions:
         """How the weights are written."""
-        return WriteOptions(True, self.max_shard_bytes)
+        return WriteOptions(True, self.max_shard_bytes, self.parallel)
 
     @cached_property
     def key(self) -> str:
@@ -133,15 +141,20 @@ def _state(path: Path) -> tuple[str, int, int]:
 
 
 def plan_conversion(
-    source: str | Path, to: str, model_type: str | None = None, max_shard_size: str | int = "5GB"
+    source: str | Path,
+    to: str,
+    model_type: str | None = None,
+    max_shard_size: str | int = "5GB",
+    parallel: Parallel = ONE_RANK,
 ) -> ModelToWrite:
     """Plans the same model in another format, with the same bits.
 
     Args:
         source: directory of a model in any format, or its URL.
-        to: ``"hf"``, ``"meta"`` or ``"tune"``.
+        to: ``"hf"``, ``"meta"``, ``"megatron"`` or ``"tune"``.
         model_type: needed where no config file names the family.
-        max_shard_size: largest file; Meta's format has one file for each rank instead.
+        max_shard_size: largest file; Meta's and Megatron's have one file for each rank instead.
+        parallel: number of ranks, of Megatron's format.
 
     Raises:
         CheckpointNotFoundError: if there is no model.
@@ -149,22 +162,27 @@ def plan_conversion(
         TensorMismatchError: lists every tensor that does not belong to the model.
     """
     found = find_model(local(source))
-    return plan_model(found, found.open(model_type), to, max_shard_size)
+    return plan_model(found, found.open(model_type), to, max_shard_size, parallel)
 
 
 def plan_model(
-    found: FoundModel, model: OpenModel, to: str, max_shard_size: str | int = "5GB"
+    found: FoundModel,
+    model: OpenModel,
+    to: str,
+    max_shard_size: str | int = "5GB",
+    parallel: Parallel = ONE_RANK,
 ) -> ModelToWrite:
     """Plans the writing of an opened model, whose tensors may be others than its files hold.
 
     Args:
         found: where it comes from.
         model: its native tensors and config.
-        to: ``"hf"``, ``"meta"`` or ``"tune"``.
+        to: ``"hf"``, ``"meta"``, ``"megatron"`` or ``"tune"``.
         max_shard_size: largest file.
+        parallel: number of ranks, of Megatron's format.
 
     Raises:
-        ConfigError: if the format is unknown or cannot hold the model.
+        ConfigError: if the format is unknown or cannot hold the model, or so many ranks.
         TensorMismatchError: lists every tensor that does not belong to the model.
     """
     if to not in FORMATS:
@@ -175,8 +193,13 @@ def plan_model(
     made_params = to == "meta" and not _has_params(found)
     if made_params and model.config is not None:
         params_for(model.config, found.directory)  # refuses before the tensors do
+    if parallel != ONE_RANK and to != "megatron":
+        raise ConfigError(f"only Megatron's format is written for several ranks, not {to}")
     tensors = FORMATS[to].plan(model.native, model)
-    copied = tuple(p for p in side_files(found.directory) if p.name not in _NOT_COPIED)
+    if to == "megatron" and model.config is not None:
+        check_parallel(parallel, model.config.dims)
+    left_out = _NOT_COPIED | (_MEGATRONS if found.format.name == "megatron" else set())
+    copied = tuple(p for p in side_files(found.directory) if p.name not in left_out)
     family = None if model.config is None else model.config.family
     return ModelToWrite(
         source=found.directory,
@@ -186,6 +209,7 @@ def plan_model(
         config_text=_config_text(found, model, to, tensors),
         side_files=copied,
         max_shard_bytes=parse_size(max_shard_size),
+        parallel=parallel,
         inputs=(*found.files, *([found.config_file] if found.config_file else [])),
         facts={
             "format": to,
@@ -209,7 +233,8 @@ def _config_text(
     own = found.config_file
     if own is None or model.config is None:
         return None
-    name = {"hf": CONFIG_NAME, "meta": PARAMS_NAME}.get(to, own.name)
+    names = {"hf": CONFIG_NAME, "meta": PARAMS_NAME, "megatron": CONFIG_NAME}
+    name = names.get(to, own.name)
     if own.name == name == CONFIG_NAME:
         layout = "native" if to == "tune" else to
         return name, config_for_weights(own, tensors, FAMILIES[model.config.family], layout)

@@ -15,7 +15,6 @@ from checkpointing.merge import MeasuredMerge
 from checkpointing.progress import bytes_progress
 from checkpointing.storage.manifest import read_manifest
 from checkpointing.storage.mirror import local
-from checkpointing.storage.read import open_tensor_file
 
 
 def describe(
@@ -67,11 +66,14 @@ def _describe_model(found: FoundModel, model_type: str | None) -> dict[str, Any]
         facts["dims"] = values.pop("dims")
         facts["config"] = values
     # By rank, a norm of a Meta model is counted as often as it is stored.
-    metas = [meta for file in found.files for meta in open_tensor_file(file).metas.values()]
+    metas = found.format.stored(found.files)
     return {
         **facts,
         **_count(metas),
-        "files": {path.name: path.stat().st_size for path in found.files},
+        "files": {
+            path.relative_to(found.directory).as_posix(): path.stat().st_size
+            for path in found.files
+        },
     }
 
 

@@ -16,12 +16,10 @@ from checkpointing.adapters.lora import (
     trained_tensors,
     unrounded_merge,
 )
-from checkpointing.adapters.peft import PEFT_CONFIG
-from checkpointing.adapters.peft_in import peft_weights
 from checkpointing.convert import ModelToWrite, plan_model
 from checkpointing.formats.detect import find_model
+from checkpointing.mapping.model_parallel import ONE_RANK, Parallel
 from checkpointing.mapping.tensors import TensorSource
-from checkpointing.storage.manifest import MANIFEST_NAME
 from checkpointing.storage.mirror import local, origin_of
 
 
@@ -228,6 +226,7 @@ def plan_merge(
     model_type: str | None = None,
     max_shard_size: str | int = "5GB",
     original_base: bool = False,
+    parallel: Parallel = ONE_RANK,
 ) -> Merge:
     """Plans a base with an adapter folded in: in fp32, rounded once to the base's dtype.
 
@@ -241,6 +240,7 @@ def plan_merge(
         model_type: needed where no config file names the family.
         max_shard_size: largest file.
         original_base: never round the base to NF4.
+        parallel: number of ranks, of Megatron's format.
 
     Raises:
         CheckpointNotFoundError: if there is no base or no adapter.
@@ -256,7 +256,8 @@ def plan_merge(
     weights = model.native if rounding is None else rounding.rounded(model.native)
     merged = MeasuredMerge(weights, opened.tensors, opened.config, _SAMPLED)
     merged_model = replace(model, native=merged)
-    plan = plan_model(found, merged_model, to or found.format.name, max_shard_size)
+    to = to or found.format.name
+    plan = plan_model(found, merged_model, to, max_shard_size, parallel)
     facts = {**plan.facts, "merged_adapter": origin_of(adapter)}
     computed_with = {
         "adapter": opened.config.to_state(),
@@ -273,17 +274,10 @@ def plan_merge(
         notes += (f"modules that were trained whole take the place of the base's: {last_names}",)
     plan = replace(
         plan,
-        inputs=(*plan.inputs, *_files_of(opened)),
+        inputs=(*plan.inputs, *opened.files),
         computed_with=computed_with,
         measure=merged,
         facts=facts,
         notes=notes,
     )
     return Merge(plan, merged, opened)
-
-
-def _files_of(adapter: AdapterCheckpoint) -> list[Path]:
-    if adapter.is_peft:
-        return [adapter.path / PEFT_CONFIG, peft_weights(adapter.path)]
-    manifest = adapter.path.parent / MANIFEST_NAME
-    return [adapter.path, *([manifest] if manifest.is_file() else [])]

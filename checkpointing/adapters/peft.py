@@ -28,14 +28,14 @@ from checkpointing.adapters.peft_whole import CLASSIFIER, CLASSIFIER_HEAD, whole
 from checkpointing.errors import ConfigError
 from checkpointing.mapping.layout import Layout, ModulePair
 from checkpointing.mapping.rules import BIAS, AdapterKind, Parameter
-from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
+from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource, is_sharded
 from checkpointing.nearest import hint
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_WEIGHTS_TORCH = "adapter_model.bin"
 PEFT_CONFIG = "adapter_config.json"
 ADAPTER_FORMS = ("portable", "exact")
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def to_peft(
     peft_only = _peft_only(config, layout, carrying)
     if form == "exact" or peft_only:
         check_packable(layout, carrying, config.use_dora)
-        packed = pack(adapter, config, layout, experts, _PREFIX)
+        packed = pack(adapter, config, layout, experts, PEFT_PREFIX)
         own = carrying - experts
         modules = _foreign_modules(adapter, pairs, own, own)
         bare = bare_parameters(layout, own)
@@ -136,7 +136,7 @@ def to_peft(
         **fields,
         **({"ensure_weight_tying": True} if whole.tied else {}),
     }
-    return PeftAdapter(_joined(tensors, whole.tensors, _PREFIX), peft_config, peft_only)
+    return PeftAdapter(_joined(tensors, whole.tensors, PEFT_PREFIX), peft_config, peft_only)
 
 
 def check_in_peft(layout: Layout) -> None:
@@ -268,12 +268,9 @@ def _exact(
     alphas = {
         one.name: one.scale * (one.rank**0.5 if config.use_rslora else one.rank) for one in packed
     }
+    if config.use_dora:
+        _check_all_parts(modules)
     for module in modules:
-        if config.use_dora and module.parts != module.group:
-            raise ConfigError(
-                f"{module.name}: is fused of several modules, so DoRA must be on all of them to be "
-                "written for PEFT; adapt the others too"
-            )
         name = bare.get(module.name, module.name)
         ranks[name] = rank = module.rank(config)
         alphas[name], scale = _shared_alpha(module, config)
@@ -323,6 +320,41 @@ def _portable(
         "alpha_pattern": {},
     }
     return tensors.lazy(), fields
+
+
+def with_one_scale(
+    adapter: TensorSource, config: AdapterConfig, layout: Layout
+) -> tuple[LazyTensors, dict[str, Any]]:
+    """The tensors of an adapter, of any kind, with one rank and one scale for all modules.
+
+    Args:
+        adapter: native adapter tensors.
+        config: the adapter's hyper-parameters.
+        layout: the base's layout in a foreign format.
+
+    Returns:
+        Tensors by PEFT's names of the foreign modules that carry an adapter, and the fields of
+        PEFT's config that tell their rank and scale.
+
+    Raises:
+        ConfigError: if DoRA is only on some parts of a fused module.
+    """
+    pairs = [pair for pair in layout.pairs if pair.module.adapter is not None]
+    carrying = set(adapter_modules(adapter.metas))
+    modules = _foreign_modules(adapter, pairs, carrying, carrying)
+    if config.use_dora:
+        _check_all_parts(modules)
+    return _portable(adapter, config, modules)
+
+
+def _check_all_parts(modules: Sequence[_ForeignModule]) -> None:
+    """Checks that no part of a fused module lacks the magnitudes of the others."""
+    for module in modules:
+        if module.parts != module.group:
+            raise ConfigError(
+                f"{module.name}: is fused of several modules, so DoRA must be on all of them to be "
+                "written; adapt the others too"
+            )
 
 
 def _whole(number: float) -> float:
@@ -376,13 +408,14 @@ class _Tensors:
                 # Products that the adapter's own dtype would round.
                 dtype = torch.promote_types(dtype, torch.float32)
             meta = TensorMeta(module.group[0].foreign_shape(parameter, rank), dtype)
-            name = _PREFIX + parameter.foreign_name(module.name)
+            name = PEFT_PREFIX + parameter.foreign_name(module.name)
             self._metas[name] = meta
             self._compute[name] = partial(_assemble, self._adapter, module, parameter, own, meta)
 
     def lazy(self) -> LazyTensors:
         """All that was added."""
-        return LazyTensors.of_whole(self._metas, self._compute)
+        gathers = is_sharded(self._adapter)
+        return LazyTensors.of_whole(self._metas, self._compute, gathers)
 
     def _dtype(self, module: _ForeignModule, parameter: Parameter) -> torch.dtype:
         names = [parameter.native_name(part.native) for part in module.parts]
@@ -411,13 +444,12 @@ def _assemble(
             return tensor
         if whole is None:
             whole = tensor.new_zeros(meta.shape)
-        starts = {"out": part.start, "in": 0, "rank": rank_start}
         place = whole
         for dim, axis in enumerate(parameter.foreign_axes):
-            place = place.narrow(dim, starts[axis], tensor.shape[dim])
-            if axis == "rank" and not module.shares_a:
-                rank_start += tensor.shape[dim]
-        place.copy_(tensor)
+            if axis == "rank":
+                place = place.narrow(dim, rank_start, tensor.shape[dim])
+                rank_start += 0 if module.shares_a else tensor.shape[dim]
+        part.put_part(tensor, place, parameter)
     return torch.zeros(meta.shape, dtype=meta.dtype) if whole is None else whole
 
 

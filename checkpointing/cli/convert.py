@@ -1,4 +1,4 @@
-"""Convert a model to another format, bit for bit, or an adapter to PEFT's form and back.
+"""Convert a model to another format, bit for bit, or an adapter to PEFT's or Megatron's form.
 
 The format of SRC is recognised. No model is built; tensors are converted one at a time. Config,
 tokenizer and licence come along; a config file that the target needs and SRC lacks is made. Either
@@ -14,6 +14,7 @@ examples:
   tune convert Llama-3.2-1B/original out/hf --to hf --model-type LLAMA3_2 --dry-run
   tune convert out/lora/epoch_0 out/peft --to peft --adapter-form exact
   tune convert peft-adapter out/native --to tune --base Llama-3.2-1B
+  tune convert Qwen3-30B-A3B out/megatron --to megatron --tensor-parallel 2 --expert-parallel 8
 """
 
 import argparse
@@ -28,9 +29,15 @@ from checkpointing.storage.location import path_or_url
 
 if TYPE_CHECKING:
     from checkpointing.convert import ModelToWrite
+    from checkpointing.mapping.model_parallel import Parallel
     from checkpointing.mapping.tensors import TensorSource
 
 _SHOWN = 3
+_RANKS = {
+    "tensor": "the tensors of a layer",
+    "pipeline": "the layers",
+    "expert": "the experts of a layer",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", metavar="DST", type=path_or_url, help="directory to write")
     parser.add_argument(
         "--to",
-        choices=("hf", "meta", "tune", "peft"),
+        choices=("hf", "meta", "megatron", "tune", "peft"),
         required=True,
-        help="format of DST: of a model hf, meta or tune; of an adapter peft or tune",
+        help="format of DST: of a model hf, meta, megatron or tune; of an adapter peft, tune or "
+        "megatron",
     )
     add_common_arguments(parser)
+    add_rank_arguments(parser)
     parser.add_argument(
         "--base", metavar="DIR", type=path_or_url, help="the adapter's base, in any format"
     )
@@ -80,6 +89,18 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that tell for how many of Megatron's ranks a model is written."""
+    for kind, what in _RANKS.items():
+        parser.add_argument(
+            f"--{kind}-parallel",
+            metavar="N",
+            type=int,
+            default=1,
+            help=f"of megatron: ranks that share {what}, 1 if left out",
+        )
+
+
 def execute(args: argparse.Namespace) -> int:
     """Writes DST, or with --dry-run prints what it would hold."""
     from checkpointing.convert_adapter import is_adapter
@@ -87,12 +108,12 @@ def execute(args: argparse.Namespace) -> int:
     from checkpointing.storage.mirror import local
 
     args.source_here = local(args.source)
-    if args.to == "peft" or (args.to == "tune" and is_adapter(args.source_here)):
+    if args.to == "peft" or (args.to in ("tune", "megatron") and is_adapter(args.source_here)):
         return _convert_adapter(args)
     if args.base is not None or args.adapter_form is not None:
         raise ConfigError(
-            "--base and --adapter-form are for adapters, which are converted --to peft, or from "
-            "PEFT's form --to tune; to fold an adapter into its base use `tune merge`"
+            "--base and --adapter-form are for adapters, which are converted --to peft, tune or "
+            "megatron; to fold an adapter into its base use `tune merge`"
         )
     return _convert_model(args)
 
@@ -101,7 +122,9 @@ def _convert_model(args: argparse.Namespace) -> int:
     from checkpointing.convert import check_destination, plan_conversion, resume_notes
 
     check_destination(args.destination, (args.source,), args.overwrite)
-    plan = plan_conversion(args.source_here, args.to, args.model_type, args.max_shard_size)
+    plan = plan_conversion(
+        args.source_here, args.to, args.model_type, args.max_shard_size, ranks(args)
+    )
     config = [] if plan.config_text is None else [plan.config_text[0]]
     others = [*config, *(path.name for path in plan.side_files)]
     notes = (*plan.notes, *resume_notes(plan, args.destination))
@@ -110,6 +133,13 @@ def _convert_model(args: argparse.Namespace) -> int:
         write(plan, args.destination, args.overwrite)
         print(f"wrote {args.destination}")
     return 0
+
+
+def ranks(args: argparse.Namespace) -> "Parallel":
+    """The number of ranks that the arguments name; one for a command that has no such arguments."""
+    from checkpointing.mapping.model_parallel import Parallel
+
+    return Parallel(**{kind: getattr(args, f"{kind}_parallel", 1) for kind in _RANKS})
 
 
 def write(plan: "ModelToWrite", destination: Path | str, overwrite: bool) -> None:
@@ -130,7 +160,9 @@ def _convert_adapter(args: argparse.Namespace) -> int:
 
     check_destination(args.destination, (args.source,), args.overwrite)
     form = args.adapter_form or "portable"
-    plan = plan_adapter_conversion(args.source_here, args.to, args.base, form, args.model_type)
+    plan = plan_adapter_conversion(
+        args.source_here, args.to, args.base, form, args.model_type, ranks(args)
+    )
     files = plan.files, plan.other_files
     _print_plan(args, plan.facts, plan.tensors, plan.notes, files)
     if not args.dry_run:

@@ -16,7 +16,12 @@ example:
 import argparse
 from typing import TYPE_CHECKING
 
-from checkpointing.cli.convert import add_common_arguments, write
+from checkpointing.cli.convert import (
+    add_common_arguments,
+    add_rank_arguments,
+    ranks,
+    write,
+)
 from checkpointing.cli.text import size_text, table
 from checkpointing.printable import printable
 from checkpointing.storage.location import path_or_url
@@ -35,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=path_or_url, help="directory to write")
     parser.add_argument(
-        "--to", choices=("hf", "meta", "tune"), help="format of OUT; that of BASE if left out"
+        "--to",
+        choices=("hf", "meta", "megatron", "tune"),
+        help="format of OUT; that of BASE if left out",
     )
     parser.add_argument(
         "--original-base",
@@ -43,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="merge into BASE as it is, though the adapter was trained on BASE in NF4 (QLoRA)",
     )
     add_common_arguments(parser)
+    add_rank_arguments(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -58,6 +66,7 @@ def execute(args: argparse.Namespace) -> int:
         args.model_type,
         args.max_shard_size,
         args.original_base,
+        ranks(args),
     )
     for note in (*merge.plan.notes, *resume_notes(merge.plan, args.out)):
         print(f"note: {printable(note)}")

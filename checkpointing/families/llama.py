@@ -8,6 +8,7 @@ from checkpointing.families.decoder import (
     decoder_modules,
     hf_rules,
 )
+from checkpointing.families.megatron import megatron_rules
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.rules import Dropped, Rule, Tied
 
@@ -32,7 +33,11 @@ META = (
 LLAMA = Family(
     name="llama",
     modules=decoder_modules(),
-    formats={"hf": hf_rules(permuted=True), "meta": META},
+    formats={
+        "hf": hf_rules(permuted=True),
+        "meta": META,
+        "megatron": megatron_rules(permuted=True),
+    },
     hf_defaults=HF_DEFAULTS,
     fused_in_engines=FUSED_IN_ENGINES,
 )

@@ -3,6 +3,7 @@
 from checkpointing.families.decoder import FUSED_IN_ENGINES, HF_LAYER, decoder_modules, hf_rules
 from checkpointing.families.experts import EXPERTS_MLP, ROUTER, hf_experts
 from checkpointing.families.llama import MISTRAL
+from checkpointing.families.megatron import MEGATRON_EXPERTS_MLP, megatron_rules
 from checkpointing.mapping.family import Family
 
 MIXTRAL = Family(
@@ -12,7 +13,8 @@ MIXTRAL = Family(
         "hf": hf_rules(
             mlp=hf_experts(HF_LAYER + "block_sparse_moe", gate="w1", down="w2", up="w3"),
             permuted=True,
-        )
+        ),
+        "megatron": megatron_rules(mlp=MEGATRON_EXPERTS_MLP, permuted=True),
     },
     hf_defaults={
         **MISTRAL.hf_defaults,

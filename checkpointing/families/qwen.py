@@ -10,6 +10,11 @@ from checkpointing.families.decoder import (
     hf_rules,
 )
 from checkpointing.families.experts import EXPERTS_MLP, ROUTER, hf_experts
+from checkpointing.families.megatron import (
+    MEGATRON_DENSE_MLP,
+    MEGATRON_EXPERTS_MLP,
+    megatron_rules,
+)
 from checkpointing.mapping.family import Family
 
 _DEFAULTS = {
@@ -24,7 +29,7 @@ _DEFAULTS = {
 QWEN2 = Family(
     name="qwen2",
     modules=decoder_modules(output_bias=""),
-    formats={"hf": hf_rules()},
+    formats={"hf": hf_rules(), "megatron": megatron_rules()},
     # Its q, k and v always have biases, and config.json does not say so.
     hf_defaults={**_DEFAULTS, "attention_bias": True},
     fused_in_engines=FUSED_IN_ENGINES,
@@ -34,7 +39,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     name="qwen3",
     modules=decoder_modules(query_norm="head_dim", key_norm="head_dim"),
-    formats={"hf": hf_rules(qk_norm=True)},
+    formats={"hf": hf_rules(qk_norm=True), "megatron": megatron_rules(qk_norm=True)},
     hf_defaults={**_DEFAULTS, "head_dim": 128},
     fused_in_engines=FUSED_IN_ENGINES,
     rotates_halves=True,
@@ -52,7 +57,8 @@ QWEN3_MOE = Family(
                 *hf_experts(HF_LAYER + "mlp", gate="gate_proj", down="down_proj", up="up_proj"),
             ),
             qk_norm=True,
-        )
+        ),
+        "megatron": megatron_rules(mlp=(*MEGATRON_DENSE_MLP, *MEGATRON_EXPERTS_MLP), qk_norm=True),
     },
     hf_defaults={
         **_DEFAULTS,

@@ -11,11 +11,12 @@ from checkpointing.errors import CheckpointNotFoundError, ConfigError, CorruptCh
 from checkpointing.families import FAMILIES
 from checkpointing.mapping.layout import Layout
 from checkpointing.mapping.model_config import Dims, ModelConfig
+from checkpointing.mapping.model_parallel import ONE_RANK, Cut, Parallel
 from checkpointing.mapping.plan import plan_to_foreign
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.mapping.ties import is_tied
 from checkpointing.storage.paths import inside
-from checkpointing.storage.read import read_json
+from checkpointing.storage.read import open_tensor_file, read_json
 from checkpointing.storage.write import plan_shards
 from checkpointing.storage.writer import CheckpointWriter
 
@@ -32,13 +33,13 @@ class OpenModel:
     Attributes:
         native: its tensors in the native layout.
         config: what its config file says, or ``None`` where it has none that is understood.
-        cut_dims: for model-parallel shards, the dimension along which each tensor was cut.
+        cuts: for model-parallel shards, how each tensor was cut.
         ranks: number of model-parallel shards.
     """
 
     native: TensorSource
     config: ModelConfig | None
-    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
     ranks: int = 1
 
 
@@ -49,10 +50,12 @@ class WriteOptions:
     Attributes:
         safe_serialization: safetensors rather than ``torch.save``, where the format has both.
         max_shard_bytes: largest file; ``None`` for one file.
+        parallel: number of ranks, each with files of its own, where the format has that.
     """
 
     safe_serialization: bool
     max_shard_bytes: int | None
+    parallel: Parallel = ONE_RANK
 
 
 class Format(Protocol):
@@ -62,6 +65,9 @@ class Format(Protocol):
 
     def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
         """The weight files of a checkpoint, all of them existing."""
+
+    def stored(self, files: Sequence[Path]) -> list[TensorMeta]:
+        """Shape and dtype of every tensor as it is stored."""
 
     def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
         """Reads the headers and checks them."""
@@ -82,6 +88,11 @@ class Format(Protocol):
         options: WriteOptions,
     ) -> None:
         """Writes what :meth:`plan` gave."""
+
+
+def stored_in(files: Sequence[Path]) -> list[TensorMeta]:
+    """Shape and dtype of every tensor of files that hold nothing else."""
+    return [meta for file in files for meta in open_tensor_file(file).metas.values()]
 
 
 def plan_foreign(native: TensorSource, base: OpenModel, format: str) -> TensorSource:

@@ -9,11 +9,18 @@ from checkpointing.errors import CheckpointNotFoundError
 from checkpointing.formats.base import Format, OpenModel
 from checkpointing.formats.hf import HFFormat
 from checkpointing.formats.hf_config import CONFIG_NAME
+from checkpointing.formats.megatron import MegatronFormat
+from checkpointing.formats.megatron_files import TRACKER_NAME
 from checkpointing.formats.meta import PARAMS_NAME, MetaFormat
 from checkpointing.formats.tune import TuneFormat
 from checkpointing.storage.read import open_tensor_file
 
-FORMATS: dict[str, Format] = {"hf": HFFormat(), "meta": MetaFormat(), "tune": TuneFormat()}
+FORMATS: dict[str, Format] = {
+    "hf": HFFormat(),
+    "meta": MetaFormat(),
+    "megatron": MegatronFormat(),
+    "tune": TuneFormat(),
+}
 """By the names that commands take."""
 
 _NAMES = {
@@ -43,7 +50,7 @@ class FoundModel:
     @property
     def config_file(self) -> Path | None:
         """The config file that counts, ``None`` if native weights lie without one."""
-        names = {"hf": (CONFIG_NAME,), "meta": (PARAMS_NAME,)}
+        names = {"hf": (CONFIG_NAME,), "meta": (PARAMS_NAME,), "megatron": (CONFIG_NAME,)}
         for name in names.get(self.format.name, (CONFIG_NAME, PARAMS_NAME)):
             if (self.directory / name).is_file():
                 return self.directory / name
@@ -71,13 +78,15 @@ def find_model(directory: Path) -> FoundModel:
     """
     if not directory.is_dir():
         raise CheckpointNotFoundError(f"{directory}: no such directory; correct the path")
-    for name in ("hf", "meta", "tune"):
+    for name in FORMATS:
         try:
             files = FORMATS[name].find_files(directory, None)
         except CheckpointNotFoundError:
-            if name == "hf" and _has_index(directory):
+            if _names_files(directory, name):
                 raise
             continue
+        if name == "megatron":
+            return FoundModel(directory, FORMATS[name], tuple(files))
         files = [path for path in files if path.name not in _TRAINER_FILES]
         if not files:
             continue
@@ -87,8 +96,11 @@ def find_model(directory: Path) -> FoundModel:
     raise CheckpointNotFoundError(f"{directory}: holds no model{_what_it_holds(directory)}")
 
 
-def _has_index(directory: Path) -> bool:
-    return any(directory.glob("*.index.json"))
+def _names_files(directory: Path, format: str) -> bool:
+    """Whether a file says that there are files of a format."""
+    if format == "hf":
+        return any(directory.glob("*.index.json"))
+    return format == "megatron" and (directory / TRACKER_NAME).is_file()
 
 
 def _format_of(files: Iterable[Path]) -> str | None:
@@ -116,6 +128,6 @@ def _what_it_holds(directory: Path) -> str:
     if inner:
         return f" itself, but checkpoints: {', '.join(inner)}; name one of them"
     return (
-        " (model.safetensors, pytorch_model.bin or their indexes, consolidated.NN.pth, or native "
-        "weights); correct the path"
+        " (model.safetensors, pytorch_model.bin or their indexes, consolidated.NN.pth, "
+        f"{TRACKER_NAME}, or native weights); correct the path"
     )

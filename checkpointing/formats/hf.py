@@ -19,6 +19,7 @@ from checkpointing.formats.base import (
     plan_foreign,
     read_index,
     shard_names,
+    stored_in,
     write_shards,
 )
 from checkpointing.formats.config_types import read_config
@@ -27,7 +28,7 @@ from checkpointing.formats.hf_names import read_names
 from checkpointing.formats.recognise import refuse_multimodal
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.plan import plan_to_native
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.mapping.ties import tied_names
 from checkpointing.storage.read import FilesSource, read_json
 from checkpointing.storage.writer import CheckpointWriter
@@ -53,6 +54,9 @@ class HFFormat:
             f"{directory}: holds none of {', '.join(_SINGLE_FILES)}, {SAFETENSORS_INDEX}, "
             f"{TORCH_INDEX}; check checkpoint_dir, or name the files in checkpoint_files"
         )
+
+    def stored(self, files: Sequence[Path]) -> list[TensorMeta]:
+        return stored_in(files)
 
     def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
         path = directory / CONFIG_NAME

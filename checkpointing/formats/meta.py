@@ -13,6 +13,7 @@ from checkpointing.formats.base import (
     layout_of,
     named_files,
     plan_foreign,
+    stored_in,
 )
 from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
@@ -21,7 +22,7 @@ from checkpointing.mapping.model_parallel import cut, join
 from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 from checkpointing.mapping.sizes import size_from_tensors
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.mapping.ties import is_tied
 from checkpointing.storage.read import open_tensor_file, read_json
 from checkpointing.storage.writer import CheckpointWriter
@@ -55,18 +56,20 @@ class MetaFormat:
         _check_complete(directory, paths)
         return paths
 
+    def stored(self, files: Sequence[Path]) -> list[TensorMeta]:
+        return stored_in(files)
+
     def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
         ranks = [open_tensor_file(path) for path in files]
         path = directory / PARAMS_NAME
         params = read_json(path)
         family = _family(path, model_type)
         hidden = size_field(path, params, "dim")
-        layers = _layers(path, params, family, self.name, ranks[0])
-        whole, cut_dims = join(family, self.name, layers, ranks, hidden, str(directory))
+        whole, cuts = join(family, self.name, ranks, hidden, str(directory))
         config = parse_params(path, whole, self.name, model_type)
         layout = layout_of(family.name, self.name, config.dims)
         plan = plan_to_native(layout, whole.metas, str(directory))
-        return OpenModel(plan.over(whole), config, cut_dims, len(ranks))
+        return OpenModel(plan.over(whole), config, cuts, len(ranks))
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         return plan_foreign(native, base, self.name)
@@ -83,7 +86,7 @@ class MetaFormat:
         base: OpenModel,
         options: WriteOptions,
     ) -> None:
-        shards = cut(foreign, base.cut_dims, base.ranks)
+        shards = cut(foreign, base.cuts, base.ranks)
         for name, shard in zip(self.file_names(foreign, base, options), shards, strict=True):
             writer.tensors(name, shard)
 

@@ -12,13 +12,14 @@ from checkpointing.formats.base import (
     named_files,
     native_layout,
     shard_names,
+    stored_in,
     write_shards,
 )
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
 from checkpointing.formats.meta import PARAMS_NAME, parse_params
 from checkpointing.mapping.model_config import ModelConfig
 from checkpointing.mapping.plan import check_native
-from checkpointing.mapping.tensors import TensorSource
+from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.storage.read import FilesSource
 from checkpointing.storage.writer import CheckpointWriter
 
@@ -45,6 +46,9 @@ class TuneFormat:
                 "check checkpoint_dir, or name the files in checkpoint_files"
             )
         return named_files(directory, found)
+
+    def stored(self, files: Sequence[Path]) -> list[TensorMeta]:
+        return stored_in(files)
 
     def open(self, directory: Path, files: Sequence[Path], model_type: str | None) -> OpenModel:
         source = FilesSource(files)

@@ -74,6 +74,8 @@ class Family:
                     permuted.add(name)
                 if isinstance(rule, Rule) and not self._counts_alike(rule):
                     raise ValueError(f"family {self.name}, {where}: {rule} loses layer or expert")
+                if isinstance(rule, Rule) and rule.groups and not self._rows_first(rule):
+                    raise ValueError(f"family {self.name}, {where}: {rule} groups no first axis")
         if (self.rotates_halves != self.hf_rotates_halves) != ("hf" in permuted):
             raise ValueError(
                 f"family {self.name}: rows are permuted if and only if one of the native decoder "
@@ -88,6 +90,11 @@ class Family:
         )
         layered = LAYER in rule.native, LAYER in rule.foreign
         return layered[0] == layered[1] and split == (EXPERT in rule.foreign)
+
+    def _rows_first(self, rule: Rule) -> bool:
+        """Whether the axis along which a rule fuses is the first one of every tensor."""
+        parameters = self.module(rule.native).parameters
+        return all(parameter.foreign_axes[0] == rule.along for parameter in parameters)
 
     def rules(self, format: str) -> tuple[Rule | Tied | Dropped, ...]:
         """The rules of a foreign format, or for ``"native"`` those that change no name."""

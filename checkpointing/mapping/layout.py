@@ -38,6 +38,8 @@ class ModulePair:
         dims: sizes of the model.
         start: where this module begins in the foreign one, on the axis along which that is fused.
         foreign_length: length of this axis of the foreign module.
+        groups: number of groups on this axis, each with an equal piece of every part; ``start`` is
+            as if there were one.
         expert: which of the native module's experts this is; ``None`` if it has none, or if they
             are stacked in the foreign module too.
     """
@@ -49,6 +51,7 @@ class ModulePair:
     dims: Dims
     start: int
     foreign_length: int
+    groups: int = 1
     expert: int | None = None
 
     def to_foreign(self, tensor: Tensor, parameter: Parameter) -> Tensor:
@@ -85,8 +88,19 @@ class ModulePair:
         return lengths(self._axes(parameter)[1], sizes, self.dims)
 
     def part_of(self, foreign: Tensor, parameter: Parameter) -> Tensor:
-        """This module's part of a foreign tensor; a view of it."""
+        """This module's part of a foreign tensor; a view of it unless it lies in groups."""
         return self.part_of_rows(Rows.of(foreign), parameter).read_all()
+
+    def put_part(self, part: Tensor, foreign: Tensor, parameter: Parameter) -> None:
+        """Writes this module's part into a foreign tensor, from which :meth:`part_of` gives it."""
+        axes = self._axes(parameter)[1]
+        if self.rule.along not in axes:
+            foreign.copy_(part)
+            return
+        dim, taken = axes.index(self.rule.along), 0
+        for start, size in self._pieces():
+            foreign.narrow(dim, start, size).copy_(part.narrow(dim, taken, size))
+            taken += size
 
     def slice_of(self, native: Tensor, parameter: Parameter) -> Tensor:
         """This expert's slice of a native tensor, or all of it; a view of it."""
@@ -101,8 +115,15 @@ class ModulePair:
         if size == self.foreign_length:
             return foreign
         if dim == 0:
-            return foreign.narrow(self.start, size)
+            pieces = [foreign.narrow(start, length) for start, length in self._pieces()]
+            return pieces[0] if len(pieces) == 1 else Rows.concatenated(pieces)
         return foreign.map(lambda rows: rows.narrow(dim, self.start, size))
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Where each piece of this part begins in the foreign module, and how long it is."""
+        size = self.module.sizes(self.dims)[self.rule.along] // self.groups
+        for group in range(self.groups):
+            yield (group * self.foreign_length + self.start) // self.groups, size
 
     def slice_of_rows(self, native: Rows, parameter: Parameter) -> Rows:
         """This expert's slice of a native tensor, or all of it."""
@@ -196,12 +217,13 @@ class Layout:
         native = rule.native.replace(LAYER, str(layer))
         foreign = rule.foreign.replace(LAYER, str(self._foreign_number(module, rule, layer)))
         start, length = self._places[module.name]
+        groups: int = getattr(self.dims, rule.groups) if rule.groups else 1
         if EXPERT not in foreign:
-            yield ModulePair(native, foreign, module, rule, self.dims, start, length)
+            yield ModulePair(native, foreign, module, rule, self.dims, start, length, groups)
             return
         for expert in range(self.dims.experts):
             name = foreign.replace(EXPERT, str(expert))
-            yield ModulePair(native, name, module, rule, self.dims, start, length, expert)
+            yield ModulePair(native, name, module, rule, self.dims, start, length, groups, expert)
 
     def _foreign_number(self, module: Module, rule: Rule, layer: int) -> int:
         if not rule.layers:

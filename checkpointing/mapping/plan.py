@@ -231,8 +231,20 @@ def _to_foreign(pairs: _Pairs, native: Sequence[Rows]) -> Rows:
     if len(foreign) == 1:
         return foreign[0]
     pair, parameter = pairs[0]
+    if pair.groups > 1:
+        return Rows.concatenated(_interleaved(foreign, pair.groups))
     dim = parameter.foreign_axes.index(pair.rule.along)
     return Rows.side_by_side(foreign, dim) if dim else Rows.concatenated(foreign)
+
+
+def _interleaved(parts: Sequence[Rows], groups: int) -> list[Rows]:
+    """A piece of each part for every group."""
+    sizes = [part.count // groups for part in parts]
+    return [
+        part.narrow(group * size, size)
+        for group in range(groups)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def check_native(layout: Layout, native: Mapping[str, TensorMeta], subject: str) -> None:

@@ -217,6 +217,9 @@ class Rule:
         part: the foreign module is fused of several native ones, one after the other along one of
             its axes, and this is the one of that number; ``None`` where it is not fused.
         along: the axis along which it is fused.
+        groups: field of ``Dims`` with the number of groups that a fused module is laid out in, each
+            with an equal piece of every part, as the queries of a key-value head lie before it;
+            empty for whole parts. The axis is then the first dimension of all tensors.
         layers: field of ``Dims`` with the foreign numbers of the layers that have the module, in
             step with the native ones; empty where they are the same.
 
@@ -230,6 +233,7 @@ class Rule:
     split: tuple[str, ...] = ()
     part: int | None = None
     along: str = "out"
+    groups: str = ""
     layers: str = ""
 
 

@@ -38,6 +38,7 @@ from checkpointing.storage.integrity import damaged_part
 from checkpointing.storage.manifest import size_problem
 from checkpointing.storage.new_file import Progress, new_file
 from checkpointing.storage.read import read_json
+from checkpointing.storage.torch_archive import TorchArchive
 from checkpointing.storage.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
@@ -124,9 +125,8 @@ class PartialDirectory:
                 self._measure.restart([file.measured for file in self.finished.values()])
             except ValueError:
                 self.finished.clear()
-        for path in self.path.iterdir():
-            if path.name not in self.finished and path.name != _LIST:
-                _remove(path)
+        kept = {self.path / name for name in (*self.finished, _LIST)}
+        _remove_all_but(kept, self.path)
 
     def finish(self, name: str, digest: FileDigest) -> None:
         """Lists a file that is on the disk."""
@@ -137,6 +137,8 @@ class PartialDirectory:
             for name, file in self.finished.items()
         }
         written = self.path / f"{_LIST}.new"
+        for directory in (self.path / name).relative_to(self.path).parents:
+            sync(self.path / directory)
         with new_file(written) as file:
             file.write(0, json.dumps(content).encode())
             file.sync()
@@ -172,14 +174,33 @@ class _Writer(CheckpointWriter):
         super().__init__(partial.path, progress)
         self._partial = partial
 
+    def within(self, name: str) -> CheckpointWriter:
+        inner = _Writer(self._partial, self._progress)
+        inner.directory = self.directory / name
+        inner.directory.mkdir(exist_ok=True)
+        inner._prefix = f"{self._prefix}{name}/"
+        inner._digests = self._digests
+        return inner
+
     def tensors(self, name: str, source: TensorSource, names: Sequence[str] | None = None) -> None:
-        finished = self._partial.finished.get(name)
+        if not self._is_finished(name):
+            super().tensors(name, source, names)
+            self._finish(name)
+
+    def torch_archive(self, name: str, archive: TorchArchive, source: TensorSource) -> None:
+        if not self._is_finished(name):
+            super().torch_archive(name, archive, source)
+            self._finish(name)
+
+    def _is_finished(self, name: str) -> bool:
+        finished = self._partial.finished.get(self._prefix + name)
         if finished is not None:
-            self._digests[name] = finished.digest
-            return
-        super().tensors(name, source, names)
+            self._digests[self._prefix + name] = finished.digest
+        return finished is not None
+
+    def _finish(self, name: str) -> None:
         sync(self.directory / name)
-        self._partial.finish(name, self._digests[name])
+        self._partial.finish(self._prefix + name, self._digests[self._prefix + name])
 
 
 def partial_path(final: Path, key: str) -> Path:
@@ -309,6 +330,16 @@ def _problem(file: Path, digest: FileDigest, progress: Progress) -> str | None:
         return damaged_part(file, digest, progress)
     except OSError as error:
         return f"{file}: cannot be read: {error.strerror}"
+
+
+def _remove_all_but(kept: Collection[Path], directory: Path) -> None:
+    """Removes what is in a directory, but for some files and the directories that they are in."""
+    holding = {parent for path in kept for parent in path.parents}
+    for path in directory.iterdir():
+        if path in holding and path.is_dir() and not path.is_symlink():
+            _remove_all_but(kept, path)
+        elif path not in kept:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

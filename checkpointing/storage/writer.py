@@ -9,7 +9,13 @@ from checkpointing.mapping.tensors import TensorSource
 from checkpointing.storage.digest import FileDigest
 from checkpointing.storage.manifest import write_manifest
 from checkpointing.storage.new_file import NewFile, Progress, new_file
-from checkpointing.storage.write import write_safetensors, write_torch_file, write_torch_object
+from checkpointing.storage.torch_archive import TorchArchive
+from checkpointing.storage.write import (
+    write_archive,
+    write_safetensors,
+    write_torch_file,
+    write_torch_object,
+)
 
 _CHUNK = 1 << 24
 
@@ -59,6 +65,11 @@ class CheckpointWriter:
         """Writes plain data and tensors with ``torch.save``."""
         with self._opened(name) as file:
             write_torch_object(file, content)
+
+    def torch_archive(self, name: str, archive: TorchArchive, source: TensorSource) -> None:
+        """Writes tensors with ``torch.save``, among other things that the file holds."""
+        with self._opened(name) as file:
+            write_archive(file, archive, source, self._progress)
 
     def text(self, name: str, content: str) -> None:
         """Writes a text file, in UTF-8."""

@@ -212,11 +212,12 @@ def torch_files(draw: st.DrawFn, valid: bytes) -> bytes:
     if kind == "record":
         name = draw(st.sampled_from(names))
         return repacked(valid, {name: draw(st.binary(max_size=40))})
-    return repacked(valid, {"data.pkl": draw(_damaged_pickles(pickle))})
+    return repacked(valid, {"data.pkl": draw(damaged_pickles(pickle))})
 
 
 @st.composite
-def _damaged_pickles(draw: st.DrawFn, valid: bytes) -> bytes:
+def damaged_pickles(draw: st.DrawFn, valid: bytes) -> bytes:
+    """A pickle that is damaged, or in which numbers are others."""
     if draw(st.booleans()):
         return draw(damaged(valid))
     # Numbers of one and two bytes: sizes, strides, offsets.

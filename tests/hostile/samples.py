@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,10 +14,13 @@ from checkpointing import (
     FullModelMetaCheckpointer,
     FullModelTorchTuneCheckpointer,
 )
+from checkpointing.comparable import open_pair
 from checkpointing.convert import plan_conversion
 from checkpointing.describe import describe
 from checkpointing.merge import plan_merge
+from tests.formats.megatron_model import write_megatron
 from tests.formats.test_meta import meta_weights, write_meta
+from tests.formats.test_torch_dist import stacked, write_dist
 from tests.tiny import random_adapter, random_native, write_hf
 from tests.training.peers import config, hf_model
 
@@ -64,6 +68,19 @@ def write_tune_model(directory: Path) -> Path:
     return directory
 
 
+def write_megatron_model(directory: Path) -> Path:
+    """Of two tensor-parallel ranks, with what Megatron keeps beside the weights."""
+    base = write_hf_model(directory.with_name("base"))
+    config = {"num_attention_heads": CONFIG.dims.heads, "num_query_groups": 1}
+    options: dict[str, Any] = {"settings": config}
+    return write_megatron(directory, base, tensor=1, pipeline=2, **options)
+
+
+def write_distributed_model(directory: Path) -> Path:
+    """As all ranks of a Megatron job write it together."""
+    return write_dist(directory, write_hf_model(directory.with_name("base")), stacked, {})
+
+
 def write_run(base: Path, output_dir: Path) -> Path:
     """A checkpoint of an adapter run: native and PEFT's adapter, recipe state, manifest."""
     state = {
@@ -90,6 +107,15 @@ def model_readers(directory: Path, format: str) -> list[Callable[[], object]]:
         lambda: plan_conversion(directory, "hf"),
         lambda: plan_conversion(directory, "tune"),
         lambda: describe(directory),
+    ]
+
+
+def megatron_readers(directory: Path) -> list[Callable[[], object]]:
+    """All that reads a model of Megatron's, for which there is no checkpointer."""
+    return [
+        lambda: _read_all(plan_conversion(directory, "hf").tensors),
+        lambda: describe(directory),
+        lambda: open_pair(directory, directory),
     ]
 
 

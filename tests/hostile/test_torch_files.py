@@ -12,7 +12,7 @@ from checkpointing.errors import CorruptCheckpointError
 from checkpointing.storage.read import load_torch_file, open_tensor_file
 from tests.hostile import samples
 from tests.hostile.harness import cases, fuzz, survives
-from tests.hostile.mutations import repacked, torch_files
+from tests.hostile.mutations import damaged, damaged_pickles, repacked, torch_files
 
 
 @pytest.mark.parametrize("kind", ["bin", "pth"])
@@ -31,6 +31,29 @@ def test_a_model_is_read_or_refused_with_its_name(tmp_path, kind, count):
             survives(read, tmp_path)
 
     fuzz(count, torch_files(file.read_bytes()), check)
+
+
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", ".metadata", "__0_0.distcp", "common.pt"])
+@cases(40, 700)
+def test_a_megatron_model_is_read_or_refused_with_its_name(tmp_path, name, count):
+    root = tmp_path / "model"
+    if name == "model_optim_rng.pt":
+        samples.write_megatron_model(root)
+        file = root / "iter_0000012" / "mp_rank_00_001" / name
+    else:
+        samples.write_distributed_model(root)
+        file = root / "iter_0000012" / name
+    readers = samples.megatron_readers(root)
+    valid = file.read_bytes()
+
+    def check(content):
+        file.write_bytes(content)
+        for read in readers:
+            survives(read, tmp_path)
+
+    # The description is a pickle alone, and the file of pieces many archives of torch.save.
+    mutate = {".metadata": damaged_pickles, "__0_0.distcp": damaged}.get(name, torch_files)
+    fuzz(count, mutate(valid), check)
 
 
 class Call:
