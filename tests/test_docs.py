@@ -35,7 +35,7 @@ def test_each_of_the_two_commands_is_one_line_that_sets_up_all_it_needs():
 def test_the_code_in_docs_checkpointers_runs_as_it_stands(tmp_path):
     write_hf(hf_model(config()), tmp_path / "base")
     code = blocks("docs/checkpointers.md", "python")
-    assert len(code) == 7
+    assert len(code) == 8
     for block in code:
         run = subprocess.run(
             [sys.executable, "-c", block],
@@ -95,6 +95,7 @@ def save_adapter(base: Path, output_dir: Path) -> None:
         "docs/architecture.md",
         "docs/convert.md",
         "docs/distributed.md",
+        "docs/scale.md",
         "docs/performance.md",
         "docs/push.md",
         "docs/remote.md",
