@@ -73,9 +73,9 @@ def described(tensors):
     "variant, kind",
     [
         ("llama", "lora"),
-        ("phi3", "dora"),
+        pytest.param("phi3", "dora", marks=pytest.mark.slow),
         ("qwen3_moe", "lora"),
-        ("llama, tied", "modules trained whole"),
+        pytest.param("llama, tied", "modules trained whole", marks=pytest.mark.slow),
         pytest.param("gemma2", "rslora, patterns", marks=pytest.mark.slow),
         pytest.param("qwen2", "dora", marks=pytest.mark.slow),
     ],

@@ -394,6 +394,7 @@ def test_large_files_are_laid_out_as_torch_save_does(tmp_path, edge, name):
             assert info.extra == zip64(size, size, info.header_offset)
 
 
+@pytest.mark.slow
 def test_more_entries_than_16_bits_count(tmp_path):
     archive = TorchArchive({f"t{i}": TensorMeta((1,), torch.uint8) for i in range(66_000)})
     content = bytearray(archive.size)

@@ -86,7 +86,7 @@ def assert_close(found, expected, rel=2e-5):
 
 
 @pytest.mark.parametrize(("count", "tensor_parallel", "batch_size"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_run_is_that_of_one_process_with_all_the_rows(
     kind, count, tensor_parallel, batch_size, base, teams, single, tmp_path
 ):
@@ -263,6 +263,7 @@ def wait_for(process, line):
         assert read, process.communicate()[1]
 
 
+@pytest.mark.slow
 def test_a_command_that_gets_a_signal_saves_once_and_goes_on_bit_for_bit(base, teams, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert set(teams(2).run("lora", base, whole, "batch_size=1")) == {None}
@@ -284,6 +285,7 @@ def test_a_command_that_gets_a_signal_saves_once_and_goes_on_bit_for_bit(base, t
     assert same(weights(stopped / "epoch_1"), weights(whole / "epoch_1"))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_job_and_leaves_the_last_checkpoint(
     base, teams, tmp_path
 ):
@@ -339,6 +341,7 @@ def test_a_second_signal_or_the_deadline_ends_all_without_saving(base, tmp_path,
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_in_the_background_is_one_that_does_not(base, teams, tmp_path):
     settings = ("batch_size=1", SAVING)
     for name, is_async in (("plain", False), ("async", True)):

@@ -108,7 +108,11 @@ def finished(process):
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "code"), [("lora", signal.SIGTERM, 143), ("full", signal.SIGINT, 130)]
+    ("kind", "number", "code"),
+    [
+        ("lora", signal.SIGTERM, 143),
+        pytest.param("full", signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_gets_a_signal_saves_and_goes_on_bit_for_bit(base, tmp_path, kind, number, code):
     uninterrupted = tmp_path / "whole"
