@@ -72,6 +72,7 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_first_process_writes_to_the_terminal_and_the_others_to_files(own: Path) -> None:
     done = tune(*RUN, "--log_dir", "logs", *COMMAND, cwd=own)
     assert (done.returncode, done.stderr) == (0, "rank 0 complains\n")
@@ -90,6 +91,7 @@ def test_an_error_of_all_is_shown_once(own: Path) -> None:
     assert re.fullmatch(shown, done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_that_the_first_has_told_the_others_is_its_own(own: Path) -> None:
     done = tune(*RUN, *COMMAND, "does=refuse first", cwd=own)
     assert (done.returncode, done.stderr) == (1, "rank 0 complains\nerror: a file is wrong\n")
