@@ -144,6 +144,7 @@ def test_all_ranks_share_each_matrix_and_drop_the_same(job, bases, name, adapter
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", [2], indirect=True)  # each process compiles for itself, for long
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_a_step_of_compiled_layers(job, bases, tensor_parallel):
     check_step(job, Setup(bases("even vocabulary"), tensor_parallel, LORA, compiles=True))
