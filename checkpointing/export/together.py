@@ -57,6 +57,8 @@ class Together:
                 f"to_ranks: {to_ranks}; give at least one of the ranks 0 to {count - 1}, or leave "
                 "it out so that every process gets all tensors"
             )
+        if count == 1:
+            return
         state: dict[str, Any] = {}
         if self._model is not None:
             config = self._model.adapter_config
