@@ -1,4 +1,4 @@
-"""Computing a few tensors of a stream by all processes of a job, of which each has a part.
+"""Computing a few tensors of a stream: in one process, or in all of a job that have parts of them.
 
 A process computes the rows that it has, and gives them to those that hand them out. What none can
 compute by itself is gathered, some rows at a time, by all of them.
@@ -17,8 +17,11 @@ from checkpointing.mapping.tensors import LazyTensors, Rows, TensorMeta, TensorS
 from checkpointing.merge import MeasuredMerge, Survival
 from checkpointing.sharded import gathering
 from checkpointing.storage.load import copy_into
+from checkpointing.storage.page_in import page_in
 from checkpointing.storage.ranks import Ranks
 
+# So much is computed before several threads would have started.
+FEW = 32 << 20
 # What is gathered at a time.
 _GATHERED = 16 << 20
 
@@ -54,6 +57,44 @@ class _Piece:
     def of(self, whole: Tensor) -> Tensor:
         """The rows, in memory of all of the tensor."""
         return whole[self.start : self.start + self.meta.shape[0]] if whole.dim() else whole
+
+
+class OwnWindow:
+    """Some tensors of a stream, of which this process has all.
+
+    Args:
+        source: the tensors.
+        names: those that are wanted.
+        memory: for them.
+
+    Attributes:
+        tensors: by name; they hold any values until they are filled.
+    """
+
+    def __init__(self, source: TensorSource, names: Sequence[str], memory: Memory) -> None:
+        self._source = source
+        self._metas = {name: source.metas[name] for name in names}
+        self.tensors = {name: memory.empty(meta) for name, meta in self._metas.items()}
+
+    def fill(self, measured: MeasuredMerge | None) -> Survival:
+        """Computes the tensors.
+
+        Args:
+            measured: what measures a merge while it is computed.
+
+        Returns:
+            What was measured.
+        """
+        if sum(meta.nbytes for meta in self._metas.values()) > FEW:
+            rows = {name: partial(self._source.rows, name) for name in self._metas}
+            some = LazyTensors(self._metas, rows)
+            copy_into(self.tensors, some, "streaming weights", lambda nbytes: None)
+        else:
+            for name, target in self.tensors.items():
+                found = self._source.read(name)
+                page_in(found, name)
+                target.copy_(found)
+        return _taken(measured)
 
 
 class SharedWindow:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpointing.errors import CheckpointingError, TensorMismatchError
 from checkpointing.export.memory import Memory
-from checkpointing.export.shared_window import SharedWindow
+from checkpointing.export.shared_window import FEW, OwnWindow, SharedWindow
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.merge import MeasuredMerge, Survival
 from checkpointing.storage.digest import checksum_of
@@ -24,7 +24,7 @@ from checkpointing.storage.write import plan_shards
 # What is computed at a time: enough for several threads, and little beside a model.
 _WINDOW = 64 << 20
 # What one thread digests at a time.
-_DIGESTED = 16 << 20
+_DIGESTED = FEW
 # Above this ``‖M - W - U‖ / ‖U‖``, what an engine computes is noticeably not what was trained.
 _MUCH_LOST = 0.1
 
@@ -241,7 +241,12 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         """The tensors, in a process that gets them; raises in all if it raises in one."""
         with self._ranks.agreed():
             check()
-            window = SharedWindow(self._content.source, names, self._ranks, self._readers, memory)
+            source = self._content.source
+            window = (
+                OwnWindow(source, names, memory)
+                if self._ranks.count == 1
+                else SharedWindow(source, names, self._ranks, self._readers, memory)
+            )
         try:
             survival = window.fill(self._content.measured)
             check()

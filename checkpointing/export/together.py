@@ -91,6 +91,9 @@ def is_in_shards(model: TransformerDecoder) -> bool:
     What FSDP has put together, and keeps so for a backward pass that may never come, is let go of:
     the outermost module's parameters after every forward pass.
     """
+    # Shards are of the processes of a job. To walk through a model takes milliseconds.
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in model.modules():

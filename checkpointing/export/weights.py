@@ -136,9 +136,10 @@ def _adapter(
     device = torch.device("cpu")
     live: tuple[Tensor, ...] = ()
     if isinstance(model, TransformerDecoder):
-        peft = _peft_live(model, base, form)
-        live = tuple(model.parameters())
-        notes = (*peft.notes, *([PEFT_NOTE] if any(map(is_nf4, live)) else []))
+        adapter = adapter_state_dict(model)
+        peft = _peft_live(model, adapter, base, form)
+        live = tuple(adapter.values())
+        notes = (*peft.notes, *([PEFT_NOTE] if _is_in_nf4(model) else []))
         device = _device_of(model)
     else:
         plan = plan_adapter_conversion(model, "peft", base, form)
@@ -201,7 +202,9 @@ def _merged_on_disk(
     return content, family
 
 
-def _peft_live(model: TransformerDecoder, base: str | Path | None, form: str) -> PeftAdapter:
+def _peft_live(
+    model: TransformerDecoder, adapter: Mapping[str, Tensor], base: str | Path | None, form: str
+) -> PeftAdapter:
     if base is None:
         raise ConfigError(
             "base: give the repository or directory of the model's base, which PEFT's config names"
@@ -210,8 +213,17 @@ def _peft_live(model: TransformerDecoder, base: str | Path | None, form: str) ->
     # Of no other base are the weights needed.
     has_head = layout.family.task_type == CLASSIFIER
     native = dequantized(base_state_dict(model)) if has_head else None
-    adapter = as_source(adapter_state_dict(model))
-    return to_peft(adapter, config_of(model), layout, str(base), form, native)
+    return to_peft(as_source(adapter), config_of(model), layout, str(base), form, native)
+
+
+def _is_in_nf4(model: nn.Module) -> bool:
+    # Not by `parameters`, which takes ten times as long beside its walk through the modules.
+    return any(
+        is_nf4(p)
+        for module in model.modules()
+        for p in module._parameters.values()
+        if p is not None
+    )
 
 
 def _opened(model: TransformerDecoder) -> OpenModel:

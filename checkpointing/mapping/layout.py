@@ -104,6 +104,8 @@ class ModulePair:
 
     def slice_of(self, native: Tensor, parameter: Parameter) -> Tensor:
         """This expert's slice of a native tensor, or all of it; a view of it."""
+        if self.expert is None:
+            return native
         return self.slice_of_rows(Rows.of(native), parameter).read_all()
 
     def part_of_rows(self, foreign: Rows, parameter: Parameter) -> Rows:

@@ -104,7 +104,7 @@ class _Part:
 
     def take(self, found: Tensor, start: int, stop: int) -> None:
         """Copies what is held of some rows of the whole tensor, from ``start`` to ``stop``."""
-        if not found.dim():
+        if start == self.rows.start and found.shape == self._local.shape:
             self._local.copy_(found)
             return
         first, last = max(start, self.rows.start), min(stop, self.rows.stop)

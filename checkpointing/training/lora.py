@@ -292,13 +292,15 @@ def init_adapter(model: TransformerDecoder) -> None:
 
 
 def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from _update_parameters(model)
-    yield from trained_copies(model)
+    # Walked through once: that takes milliseconds, at every sync of an engine.
+    modules = dict(model.named_modules())
+    yield from _update_parameters(modules)
+    yield from trained_copies(modules)
 
 
-def _update_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _update_parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Of the adapter, without what is trained whole."""
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if isinstance(module, LoRALinear | LoRAEmbedding | LoRAGroupedExperts):
             for own, parameter in module.adapter_parameters():
                 yield f"{name}.{own}", parameter
@@ -323,7 +325,7 @@ def base_state_dict(model: nn.Module) -> dict[str, Tensor]:
             "the model is merged in place, so that its base is not at hand, and an adapter would "
             "be added twice: save, stream and merge outside of that block"
         )
-    adapter = dict(_update_parameters(model))
+    adapter = dict(_update_parameters(dict(model.named_modules())))
     return {name: tensor for name, tensor in tensors_of_base(model).items() if name not in adapter}
 
 

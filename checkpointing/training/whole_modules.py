@@ -1,6 +1,6 @@
 """Modules that are trained whole beside an adapter, as PEFT's ``modules_to_save`` are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,22 +41,27 @@ def train_whole(module: nn.Module) -> None:
         parametrize.register_parametrization(module, name, _InDtypeOfBase(base), unsafe=True)
 
 
-def trained_copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The trained copies, by the names that the base's tensors have."""
-    for name, parametrization in _parametrizations(model):
+def trained_copies(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The trained copies, by the names that the base's tensors have.
+
+    Args:
+        modules: all of a model, by full name.
+    """
+    for name, parametrization in _parametrizations(modules):
         yield name, parametrization.original
 
 
 def tensors_of_base(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a model but the trained copies, and the base's where there is a copy."""
     own = {n: t for n, t in model.state_dict().items() if ".parametrizations." not in n}
-    return own | {name: _base(each) for name, each in _parametrizations(model)}
+    copied = _parametrizations(dict(model.named_modules()))
+    return own | {name: _base(each) for name, each in copied}
 
 
 def start_copies(model: nn.Module) -> None:
     """Gives the trained copies the values of the base's tensors, which were loaded meanwhile."""
     with torch.no_grad():
-        for _, parametrization in _parametrizations(model):
+        for _, parametrization in _parametrizations(dict(model.named_modules())):
             parametrization.original.copy_(_base(parametrization))
 
 
@@ -66,9 +71,11 @@ def _base(parametrization: parametrize.ParametrizationList) -> Tensor:
     return ours.base.detach()
 
 
-def _parametrizations(model: nn.Module) -> Iterator[tuple[str, parametrize.ParametrizationList]]:
+def _parametrizations(
+    modules: Mapping[str, nn.Module],
+) -> Iterator[tuple[str, parametrize.ParametrizationList]]:
     # By the name, since asking every module whether it has some takes ten times as long.
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if name.endswith(".parametrizations"):
             for own, each in module.named_children():
                 if isinstance(each, parametrize.ParametrizationList):

@@ -78,8 +78,14 @@ def test_peft_computes_with_the_adapter_what_the_model_computes(tmp_path, varian
         assert compared(expected, peer.double()(tokens()).logits).abs().max() < 1e-5
 
 
+@pytest.fixture(params=[shared_window.FEW, 0], ids=["at once", "in threads"])
+def few(request, monkeypatch):
+    """So many bytes are computed without starting threads."""
+    monkeypatch.setattr(shared_window, "FEW", request.param)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_is_what_is_streamed(tmp_path, kind):
+def test_what_is_saved_is_what_is_streamed(tmp_path, few, kind):
     """From a live model, and from the directories of its base and its adapter."""
     model = live_model(tmp_path / "base", "llama", KINDS[kind])
     adapter = adapter_state_dict(model)
@@ -245,7 +251,11 @@ def test_another_engine_is_refused_before_the_first_tensor(tmp_path, monkeypatch
     more, without, message = PROBLEMS[problem]
     model = live_model(tmp_path)
     shapes = {name: meta.shape for name, meta in merged_stream(model).metas.items()}
-    monkeypatch.setattr(shared_window, "copy_into", lambda *arguments: pytest.fail("computed"))
+
+    def fail(*arguments):
+        pytest.fail("computed")
+
+    monkeypatch.setattr(shared_window.OwnWindow, "fill", fail)
     expected = {n: s for n, s in (shapes | more).items() if n not in without}
     with pytest.raises(TensorMismatchError, match=message):
         merged_stream(model, expected=expected)
@@ -265,7 +275,18 @@ def test_a_model_that_changes_under_the_stream_is_noticed(tmp_path, small_window
         dict(found)
 
 
-def test_a_small_update_that_bf16_loses_is_reported(tmp_path):
+def test_an_adapter_that_changes_under_its_stream_is_noticed(tmp_path, small_window):
+    model = live_model(tmp_path)
+    found = adapter_stream(model, tmp_path)
+    next(found)
+    trained = model.layers[2].attn.q_proj.lora_a.weight
+    trained.grad = torch.ones_like(trained)
+    torch.optim.SGD([trained], lr=0.1).step()
+    with pytest.raises(ChangedWeightsError, match="before the next optimizer step"):
+        dict(found)
+
+
+def test_a_small_update_that_bf16_loses_is_reported(tmp_path, few):
     config = AdapterConfig(4, 4, ALL)
     model = live_model(tmp_path, "llama", config, torch.bfloat16)
     with torch.no_grad():
