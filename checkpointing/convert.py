@@ -24,9 +24,6 @@ from checkpointing.formats.detect import FORMATS, FoundModel, find_model
 from checkpointing.formats.hf import config_for_weights
 from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.made_configs import hf_config_for, params_for
-from checkpointing.formats.megatron_files import TRACKER_NAME
-from checkpointing.formats.megatron_settings import SETTINGS_NAME
-from checkpointing.formats.megatron_shards import check_parallel
 from checkpointing.formats.meta import PARAMS_NAME
 from checkpointing.formats.tune import missing_config
 from checkpointing.mapping.model_parallel import ONE_RANK, Parallel
@@ -57,8 +54,6 @@ from checkpointing.storage.writer import CheckpointWriter
 _GENERATION_CONFIG = "generation_config.json"
 # Written anew or not true of other files; Meta's checklist holds checksums of its own weights.
 _NOT_COPIED = {CONFIG_NAME, PARAMS_NAME, "checklist.chk"}
-# What Megatron says of its own files.
-_MEGATRONS = {TRACKER_NAME, SETTINGS_NAME, "metadata.json"}
 
 
 @dataclass(frozen=True)
@@ -193,12 +188,9 @@ def plan_model(
     made_params = to == "meta" and not _has_params(found)
     if made_params and model.config is not None:
         params_for(model.config, found.directory)  # refuses before the tensors do
-    if parallel != ONE_RANK and to != "megatron":
-        raise ConfigError(f"only Megatron's format is written for several ranks, not {to}")
+    FORMATS[to].check_ranks(parallel, model)
     tensors = FORMATS[to].plan(model.native, model)
-    if to == "megatron" and model.config is not None:
-        check_parallel(parallel, model.config.dims)
-    left_out = _NOT_COPIED | (_MEGATRONS if found.format.name == "megatron" else set())
+    left_out = _NOT_COPIED | found.format.own_files
     copied = tuple(p for p in side_files(found.directory) if p.name not in left_out)
     family = None if model.config is None else model.config.family
     return ModelToWrite(
@@ -233,8 +225,8 @@ def _config_text(
     own = found.config_file
     if own is None or model.config is None:
         return None
-    names = {"hf": CONFIG_NAME, "meta": PARAMS_NAME, "megatron": CONFIG_NAME}
-    name = names.get(to, own.name)
+    names = FORMATS[to].config_names
+    name = own.name if own.name in names else names[0]
     if own.name == name == CONFIG_NAME:
         layout = "native" if to == "tune" else to
         return name, config_for_weights(own, tensors, FAMILIES[model.config.family], layout)

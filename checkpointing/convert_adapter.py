@@ -22,7 +22,7 @@ from checkpointing.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, PeftAdapter, 
 from checkpointing.convert import check_destination, written
 from checkpointing.errors import CheckpointNotFoundError, ConfigError
 from checkpointing.families import FAMILIES
-from checkpointing.formats.base import OpenModel, native_layout
+from checkpointing.formats.base import OpenModel, check_one_rank, native_layout
 from checkpointing.formats.detect import find_model
 from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.megatron import check_family
@@ -147,8 +147,8 @@ def plan_adapter_conversion(
     model = find_model(place).open(model_type)
     adapter = open_adapter(source, model)
     adapter.check_base(model.native, place)
-    if parallel != ONE_RANK and to != "megatron":
-        raise ConfigError(f"only Megatron's form is written for several ranks, not {to}")
+    if to != "megatron":
+        check_one_rank(parallel, to)
     written: TensorSource | PeftAdapter | MegatronAdapter = adapter.tensors
     notes: tuple[str, ...] = ()
     if to == "peft":

@@ -59,9 +59,18 @@ class WriteOptions:
 
 
 class Format(Protocol):
-    """A layout of models on disk."""
+    """A layout of models on disk.
+
+    Attributes:
+        name: that commands take.
+        config_names: of the config files that it may have, the first that is there counts; the
+            first of them is made where there is another one.
+        own_files: names of files beside the weights that are not true of them in another format.
+    """
 
     name: str
+    config_names: tuple[str, ...]
+    own_files: frozenset[str]
 
     def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
         """The weight files of a checkpoint, all of them existing."""
@@ -74,6 +83,9 @@ class Format(Protocol):
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         """The tensors as the format stores them; finds all problems, writes nothing."""
+
+    def check_ranks(self, parallel: Parallel, base: OpenModel) -> None:
+        """Checks that a model can be written for so many ranks; raises a ``ConfigError``."""
 
     def file_names(
         self, foreign: TensorSource, base: OpenModel, options: WriteOptions
@@ -88,6 +100,16 @@ class Format(Protocol):
         options: WriteOptions,
     ) -> None:
         """Writes what :meth:`plan` gave."""
+
+
+def check_one_rank(parallel: Parallel, format: str) -> None:
+    """Checks that a format without files for ranks is asked for none.
+
+    Raises:
+        ConfigError: if it is.
+    """
+    if parallel != ONE_RANK:
+        raise ConfigError(f"only Megatron's format is written for several ranks, not {format}")
 
 
 def stored_in(files: Sequence[Path]) -> list[TensorMeta]:

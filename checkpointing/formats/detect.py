@@ -8,10 +8,9 @@ from pathlib import Path
 from checkpointing.errors import CheckpointNotFoundError
 from checkpointing.formats.base import Format, OpenModel
 from checkpointing.formats.hf import HFFormat
-from checkpointing.formats.hf_config import CONFIG_NAME
 from checkpointing.formats.megatron import MegatronFormat
 from checkpointing.formats.megatron_files import TRACKER_NAME
-from checkpointing.formats.meta import PARAMS_NAME, MetaFormat
+from checkpointing.formats.meta import MetaFormat
 from checkpointing.formats.tune import TuneFormat
 from checkpointing.storage.read import open_tensor_file
 
@@ -50,8 +49,7 @@ class FoundModel:
     @property
     def config_file(self) -> Path | None:
         """The config file that counts, ``None`` if native weights lie without one."""
-        names = {"hf": (CONFIG_NAME,), "meta": (PARAMS_NAME,), "megatron": (CONFIG_NAME,)}
-        for name in names.get(self.format.name, (CONFIG_NAME, PARAMS_NAME)):
+        for name in self.format.config_names:
             if (self.directory / name).is_file():
                 return self.directory / name
         return None

@@ -13,6 +13,7 @@ from checkpointing.formats.base import (
     CheckpointFiles,
     OpenModel,
     WriteOptions,
+    check_one_rank,
     indexed_files,
     layout_of,
     named_files,
@@ -27,6 +28,7 @@ from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_h
 from checkpointing.formats.hf_names import read_names
 from checkpointing.formats.recognise import refuse_multimodal
 from checkpointing.mapping.family import Family
+from checkpointing.mapping.model_parallel import Parallel
 from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.mapping.ties import tied_names
@@ -42,6 +44,8 @@ class HFFormat:
     """The format of transformers."""
 
     name = "hf"
+    config_names: tuple[str, ...] = (CONFIG_NAME,)
+    own_files: frozenset[str] = frozenset()
 
     def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
         if checkpoint_files is not None:
@@ -89,6 +93,9 @@ class HFFormat:
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         return plan_foreign(native, base, self.name)
+
+    def check_ranks(self, parallel: Parallel, base: OpenModel) -> None:
+        check_one_rank(parallel, self.name)
 
     def file_names(
         self, foreign: TensorSource, base: OpenModel, options: WriteOptions

@@ -20,17 +20,20 @@ from checkpointing.formats.base import (
 )
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
 from checkpointing.formats.megatron_files import (
+    TRACKER_NAME,
     MegatronFiles,
     holds_model,
     is_distributed,
     open_files,
     rank_files,
 )
-from checkpointing.formats.megatron_shards import cuts, ranks_of, whole_model
+from checkpointing.formats.megatron_settings import SETTINGS_NAME
+from checkpointing.formats.megatron_shards import check_parallel, cuts, ranks_of, whole_model
 from checkpointing.formats.megatron_write import VOCAB_MULTIPLE, file_name, write_ranks
 from checkpointing.formats.recognise import size_field
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.model_config import ModelConfig
+from checkpointing.mapping.model_parallel import Parallel
 from checkpointing.mapping.padding import unpadded, vocabulary_tensors
 from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.tensors import LazyTensors, TensorMeta, TensorSource
@@ -44,6 +47,8 @@ class MegatronFormat:
     """The format of Megatron-core."""
 
     name = "megatron"
+    config_names: tuple[str, ...] = (CONFIG_NAME,)
+    own_files = frozenset({TRACKER_NAME, SETTINGS_NAME, "metadata.json"})
 
     def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
         if checkpoint_files is not None:
@@ -79,6 +84,10 @@ class MegatronFormat:
         if base.config is not None:
             check_family(FAMILIES[base.config.family], "the model")
         return plan_foreign(native, base, self.name)
+
+    def check_ranks(self, parallel: Parallel, base: OpenModel) -> None:
+        if base.config is not None:
+            check_parallel(parallel, base.config.dims)
 
     def file_names(
         self, foreign: TensorSource, base: OpenModel, options: WriteOptions

@@ -10,6 +10,7 @@ from checkpointing.formats.base import (
     CheckpointFiles,
     OpenModel,
     WriteOptions,
+    check_one_rank,
     layout_of,
     named_files,
     plan_foreign,
@@ -18,7 +19,7 @@ from checkpointing.formats.base import (
 from checkpointing.formats.recognise import number_field, recognise, size_field
 from checkpointing.mapping.family import Family
 from checkpointing.mapping.model_config import Dims, ModelConfig
-from checkpointing.mapping.model_parallel import cut, join
+from checkpointing.mapping.model_parallel import Parallel, cut, join
 from checkpointing.mapping.plan import plan_to_native
 from checkpointing.mapping.rope_scaling import Llama3RopeScaling
 from checkpointing.mapping.sizes import size_from_tensors
@@ -42,6 +43,8 @@ class MetaFormat:
     """The format of Meta's own releases."""
 
     name = "meta"
+    config_names: tuple[str, ...] = (PARAMS_NAME,)
+    own_files: frozenset[str] = frozenset()
 
     def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
         if checkpoint_files is not None:
@@ -73,6 +76,9 @@ class MetaFormat:
 
     def plan(self, native: TensorSource, base: OpenModel) -> TensorSource:
         return plan_foreign(native, base, self.name)
+
+    def check_ranks(self, parallel: Parallel, base: OpenModel) -> None:
+        check_one_rank(parallel, self.name)
 
     def file_names(
         self, foreign: TensorSource, base: OpenModel, options: WriteOptions

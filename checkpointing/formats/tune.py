@@ -8,6 +8,7 @@ from checkpointing.formats.base import (
     CheckpointFiles,
     OpenModel,
     WriteOptions,
+    check_one_rank,
     layout_of,
     named_files,
     native_layout,
@@ -18,6 +19,7 @@ from checkpointing.formats.base import (
 from checkpointing.formats.hf_config import CONFIG_NAME, parse_hf_config, read_hf_config
 from checkpointing.formats.meta import PARAMS_NAME, parse_params
 from checkpointing.mapping.model_config import ModelConfig
+from checkpointing.mapping.model_parallel import Parallel
 from checkpointing.mapping.plan import check_native
 from checkpointing.mapping.tensors import TensorMeta, TensorSource
 from checkpointing.storage.read import FilesSource
@@ -31,6 +33,8 @@ class TuneFormat:
     """The native layout on disk, as torchtune writes it."""
 
     name = "tune"
+    config_names: tuple[str, ...] = (CONFIG_NAME, PARAMS_NAME)
+    own_files: frozenset[str] = frozenset()
 
     def find_files(self, directory: Path, checkpoint_files: CheckpointFiles) -> list[Path]:
         if checkpoint_files is not None:
@@ -62,6 +66,9 @@ class TuneFormat:
         if base.config is not None:
             check_native(native_layout(native, base, "hf"), native.metas, "saving a model")
         return native
+
+    def check_ranks(self, parallel: Parallel, base: OpenModel) -> None:
+        check_one_rank(parallel, self.name)
 
     def file_names(
         self, foreign: TensorSource, base: OpenModel, options: WriteOptions
