@@ -271,12 +271,12 @@ def rewards_of(base, out, *settings):
 
 
 def test_the_reward_rises(base, tmp_path):
-    first, last = rewards_of(base, tmp_path, "epochs=8")
-    assert first < 0.1 and last > 0.5
+    first, last = rewards_of(base, tmp_path, "epochs=12")
+    assert first < 0.1 and last > 0.6
 
 
 @pytest.mark.slow
 def test_the_reward_rises_with_completions_of_older_weights(base, tmp_path):
-    settings = ("sync=adapter", "sync_every=2", "num_policy_updates=2", "epochs=20")
+    settings = ("sync=adapter", "sync_every=2", "num_policy_updates=2", "epochs=30")
     first, last = rewards_of(base, tmp_path, *settings)
-    assert first < 0.1 and last > 0.6
+    assert first < 0.1 and last > 0.5
