@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import product
-from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from checkpointing.errors import ConfigError
+from checkpointing.mapping.dtensor_parts import is_strided, part_at
 from checkpointing.mapping.tensors import Held, Rows, Shards, Teams
 
 WaitFor = Callable[[Callable[[], Tensor]], Tensor]
@@ -93,31 +92,16 @@ def _held(
         ranks: of the mesh, in row-major order.
         placements: of the tensor, one for each dimension of the mesh.
     """
-    cuts: dict[int, Any] = {
-        dim: placement
-        for dim, placement in enumerate(placements)
-        if mesh[dim] > 1 and not placement.is_replicate()
-    }
-    plain = [dim for dim, cut in cuts.items() if type(cut) is Shard]
-    # FSDP cuts what tensor parallelism has cut before, along a later dimension of the mesh.
-    over = [
-        dim
-        for dim, cut in cuts.items()
-        if type(cut).__name__ == "_StridedShard"
-        and cut.split_factor == prod(mesh[later] for later in plain if later > dim)
-    ]
-    if len(plain) + len(over) < len(cuts) or len(over) > 1 or any(c.dim for c in cuts.values()):
+    if any(mesh[along] > 1 and getattr(cut, "dim", 0) for along, cut in enumerate(placements)):
         return ()
     held: dict[tuple[int, int], list[int]] = {}
     for place, rank in zip(product(*map(range, mesh)), ranks, strict=True):
-        start, length = 0, count
-        for dim in plain + over:
-            # As torch.chunk cuts: the last parts may be shorter, or empty.
-            chunk = -(-length // mesh[dim])
-            skipped = min(place[dim] * chunk, length)
-            start, length = start + skipped, min(chunk, length - skipped)
-        if length:
-            held.setdefault((start, start + length), []).append(rank)
+        part = part_at((count,), mesh, place, placements)
+        if part is None:
+            return ()
+        (rows,) = part
+        if rows.start < rows.stop:
+            held.setdefault((rows.start, rows.stop), []).append(rank)
     return tuple(Held(*place, tuple(held[place])) for place in sorted(held))
 
 
@@ -135,7 +119,7 @@ def _teams(tensor: DTensor, local: Tensor, name: str) -> Teams | None:
     mesh, placements = tensor.device_mesh, tensor.placements
     cuts = {dim: cut for dim, cut in enumerate(placements) if mesh.shape[dim] > 1}
     by_column = [dim for dim, cut in cuts.items() if type(cut) is Shard and cut.dim > 0]
-    over = [dim for dim, cut in cuts.items() if type(cut).__name__ == "_StridedShard"]
+    over = [dim for dim, cut in cuts.items() if is_strided(cut)]
     if len(by_column) + len(over) != 1 or mesh.mesh_dim_names is None:
         return None
     (across,) = by_column or over

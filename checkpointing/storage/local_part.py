@@ -1,12 +1,10 @@
 """What of a whole tensor a process keeps, where each process of a job has a part (``DTensor``)."""
 
-from math import prod
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from checkpointing.errors import ConfigError
+from checkpointing.mapping.dtensor_parts import part_at
 from checkpointing.mapping.tensors import is_dtensor
 
 
@@ -33,28 +31,20 @@ def part_held(tensor: Tensor, name: str) -> tuple[slice, ...]:
     Raises:
         ConfigError: if the part that is there is not the one that torch would make.
     """
-    starts, lengths = [0] * tensor.dim(), list(tensor.shape)
-    if is_dtensor(tensor):
-        mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        cuts: list[tuple[int, Any]] = [
-            (along, cut) for along, cut in enumerate(tensor.placements) if not cut.is_replicate()
-        ]
-        # FSDP cuts what tensor parallelism has cut before, along a later dimension of the mesh.
-        for along, cut in sorted(cuts, key=lambda each: _is_strided(each[1])):
-            dim = getattr(cut, "dim", None)
-            before = [mesh.size(a) for a, c in cuts if a > along and getattr(c, "dim", None) == dim]
-            strides = _is_strided(cut) and cut.split_factor != prod(before)
-            if dim is None or place is None or strides:
-                raise _unknown(tensor, name)
-            # As torch.chunk cuts: the last parts may be shorter, or empty.
-            chunk = -(-lengths[dim] // mesh.size(along))
-            skipped = min(place[along] * chunk, lengths[dim])
-            starts[dim] += skipped
-            lengths[dim] = min(chunk, lengths[dim] - skipped)
-        if tuple(lengths) != tuple(local_tensor(tensor).shape):
-            raise _unknown(tensor, name)
-    ranges = zip(starts, lengths, strict=True)
-    return tuple(slice(start, start + length) for start, length in ranges)
+    if not is_dtensor(tensor):
+        return tuple(slice(0, length) for length in tensor.shape)
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    sizes = tuple(map(mesh.size, range(mesh.ndim)))
+    part = None if place is None else part_at(tensor.shape, sizes, place, tensor.placements)
+    held = tuple(local_tensor(tensor).shape)
+    if part is None or tuple(each.stop - each.start for each in part) != held:
+        raise ConfigError(
+            f"{name}: a DTensor {list(tensor.shape)} with the placements {tensor.placements}, of "
+            f"which this process has {list(held)}: it is not known what part that is; make it with "
+            "fully_shard or distribute_tensor, or give a tensor that is whole"
+        )
+    return part
 
 
 def copy_part(target: Tensor, whole: Tensor, name: str) -> None:
@@ -70,15 +60,3 @@ def copy_part(target: Tensor, whole: Tensor, name: str) -> None:
     """
     with torch.no_grad():
         local_tensor(target).copy_(whole[part_held(target, name)])
-
-
-def _is_strided(placement: Any) -> bool:
-    return type(placement).__name__ == "_StridedShard"
-
-
-def _unknown(tensor: Any, name: str) -> ConfigError:
-    return ConfigError(
-        f"{name}: a DTensor {list(tensor.shape)} with the placements {tensor.placements}, of which "
-        f"this process has {list(tensor.to_local().shape)}: it is not known what part that is; "
-        "make it with fully_shard or distribute_tensor, or give a tensor that is whole"
-    )
