@@ -251,14 +251,14 @@ def start(c: Checkpoints) -> Group:
 def sharded(c: Checkpoints) -> Group:
     """To the disk, of a model that several processes hold together."""
     layouts = {"2 ranks": (2, 1), "2 ranks, columns cut": (2, 2), "4 ranks, both": (4, 2)}
-    dcp = task("sharded_jobs", "save_dcp", base=c.base, out=c.out("dcp"))
-    against = (_against("DCP, consolidating", dcp, 10),)
     rows, checks = [], []
     for layout, (ranks, columns) in layouts.items():
-        arguments = {"base": c.base, "out": c.out("ours"), "ranks": ranks}
-        arguments |= {"tensor_parallel": columns}
+        of_layout = {"base": c.base, "ranks": ranks, "tensor_parallel": columns}
+        arguments = of_layout | {"out": c.out("ours")}
         ours = task("sharded_jobs", "save", **arguments)
-        rows.append(Row(f"save HF from {layout}", Figure(ours), against))
+        dcp = task("sharded_jobs", "save_dcp", **of_layout, out=c.out("dcp"))
+        against = _against("DCP, consolidating", dcp, 10)
+        rows.append(Row(f"save HF from {layout}", Figure(ours), (against,)))
         memory = task("sharded_jobs", "memory_of_save", **arguments)
         what = f"memory of a rank beside its share, {layout}"
         checks.append(Check(what, partial(_mebibytes, memory)))

@@ -29,9 +29,9 @@ def save(base: str, out: str, ranks: int = 2, tensor_parallel: int = 1) -> Calla
     return _started("ours", base, out, ranks, tensor_parallel)[0]
 
 
-def save_dcp(base: str, out: str) -> Callable[[], Any]:
+def save_dcp(base: str, out: str, ranks: int = 2, tensor_parallel: int = 1) -> Callable[[], Any]:
     """With the writer of torch's distributed checkpoints that consolidates the shards' files."""
-    return _started("dcp", base, out, 2, 1)[0]
+    return _started("dcp", base, out, ranks, tensor_parallel)[0]
 
 
 def memory_of_save(base: str, out: str, ranks: int, tensor_parallel: int) -> Callable[[], Any]:
@@ -88,7 +88,7 @@ def _rank(side: str, rank: int, ranks: int, tensor_parallel: int, base: Path, ou
     torch.set_num_threads(1)
     store = f"file://{os.environ['STORE']}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    job = _ours(base, out, tensor_parallel) if side == "ours" else _dcp(base, out)
+    job = (_ours if side == "ours" else _dcp)(base, out, tensor_parallel)
     print("ready", flush=True)
     sys.stdin.readline()
     job()
@@ -105,7 +105,7 @@ def _ours(base: Path, out: Path, tensor_parallel: int) -> Callable[[], Any]:
     return partial(checkpointer.save_checkpoint, state, epoch=0, show_progress=False)
 
 
-def _dcp(base: Path, out: Path) -> Callable[[], Any]:
+def _dcp(base: Path, out: Path, tensor_parallel: int) -> Callable[[], Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
@@ -118,7 +118,7 @@ def _dcp(base: Path, out: Path) -> Callable[[], Any]:
     for file in sorted(base.glob("*.safetensors")):
         weights |= load_file(file)
     files = plan_shards({name: meta_of(tensor) for name, tensor in weights.items()}, _FILE_BYTES)
-    state = _shards(weights, 1)
+    state = _shards(weights, tensor_parallel)
 
     def run() -> None:
         writer = dcp.HuggingFaceStorageWriter(
