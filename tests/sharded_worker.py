@@ -512,7 +512,9 @@ def save_low_bit_states(base: Path, out: Path) -> Path:
     parameter = nn.Parameter(distribute_tensor(torch.ones(1024, 64), mesh_of(), [ROWS]))
     optimizer = AdamW8bit([parameter])
     parameter.grad = parameter.detach() * 3
-    optimizer.step()
+    # Compiling the step takes longer than all else here.
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
     weights = placed(checkpointer.load_checkpoint()["model"], "rows")
     return checkpointer.save_checkpoint(
         {"model": weights, "optimizer": optimizer.state_dict()}, epoch=0, show_progress=False

@@ -22,3 +22,10 @@ def tokenizer_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir):
     return ChatTokenizer(tokenizer_dir)
+
+
+@pytest.fixture
+def not_compiled():
+    """torchao compiles its step for every shape, which would take most of the time of a test."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -22,12 +22,7 @@ SETTINGS = ("model.lora_rank=64", "save_every_n_steps=3")
 STATES = {"AdamW8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8": "OptimStateFp8"}
 
 
-@pytest.fixture(autouse=True)
-def not_compiled():
-    """torchao compiles its step for every shape, which would take most of the time here."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
+pytestmark = pytest.mark.usefixtures("not_compiled")
 
 
 @pytest.fixture(scope="module")

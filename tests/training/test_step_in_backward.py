@@ -27,6 +27,7 @@ def without_norms(metrics):
     }
 
 
+@pytest.mark.usefixtures("not_compiled")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_is_the_run_that_steps_after_it_bit_for_bit_and_so_is_a_resumed_one(tmp_path, optimizer):
     base = runs.write_base(tmp_path / "base")
