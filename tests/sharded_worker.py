@@ -42,7 +42,7 @@ from checkpointing.storage.shared_file import shared_file
 from checkpointing.training import build_decoder
 from tests.tiny import random_adapter
 
-_SECONDS = 120
+_SECONDS = 300
 CLASSES = {
     "hf": FullModelHFCheckpointer,
     "meta": FullModelMetaCheckpointer,
