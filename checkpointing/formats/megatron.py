@@ -87,6 +87,7 @@ class MegatronFormat:
 
     def check_ranks(self, parallel: Parallel, base: OpenModel) -> None:
         if base.config is not None:
+            check_family(FAMILIES[base.config.family], "the model")
             check_parallel(parallel, base.config.dims)
 
     def file_names(
