@@ -1,6 +1,5 @@
 """The training loop that the recipes drive."""
 
-import inspect
 import logging
 import math
 import signal
@@ -20,13 +19,13 @@ from tqdm import tqdm
 
 from checkpointing.errors import CheckpointingError, ConfigError
 from checkpointing.families import FAMILIES
-from checkpointing.mapping.tensors import is_dtensor
 from checkpointing.save_plan import RUN_KEY, SaveTimes
-from checkpointing.storage.local_part import copy_part, whole
+from checkpointing.storage.local_part import whole
 from checkpointing.training.batches import Batch
 from checkpointing.training.decoder import TransformerDecoder
 from checkpointing.training.distributed import DataShare, job
 from checkpointing.training.metric_logging import MetricLogger
+from checkpointing.training.optimizer_state import load_optimizer, parameters_of
 from checkpointing.training.options import TrainingOptions
 from checkpointing.training.rng import rng_state, set_rng_state, set_seed
 from checkpointing.training.row_loader import RowLoader
@@ -341,7 +340,7 @@ class Trainer:
         return {
             **record,
             "optimizer": self._optimizer.state_dict(),
-            "parameter_dtypes": [parameter.dtype for parameter in _parameters(self._optimizer)],
+            "parameter_dtypes": [parameter.dtype for parameter in parameters_of(self._optimizer)],
             "lr_scheduler": self._schedule.state_dict(),
             "epochs_run": self.epochs_run,
             "steps_run": self.steps_run,
@@ -427,68 +426,6 @@ def summed_loss(model: TransformerDecoder, batch: Batch) -> Tensor:
         wanted=wanted,
     )
     return F.cross_entropy(logits.float(), targets[targets != IGNORED], reduction="sum")
-
-
-def load_optimizer(
-    optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Sequence[torch.dtype] = ()
-) -> None:
-    """Restores an optimizer's state, but keeps the settings that it was made with.
-
-    Args:
-        optimizer: that was just made.
-        saved: the state.
-        dtypes: of the parameters, in the order of the groups, when it was saved. Where they are the
-            same now the state keeps its own; else torch casts it to those of the parameters.
-
-    Raises:
-        ConfigError: if the state is of another number of parameters or groups.
-    """
-    settings = [dict(group) for group in optimizer.param_groups]
-    arguments = inspect.signature(type(optimizer)).parameters
-    saved = {**saved, "state": _sharded(saved["state"], optimizer)}
-    try:
-        optimizer.load_state_dict(saved)
-    except ValueError as error:
-        raise ConfigError(
-            f"the saved optimizer state does not fit this run: {error}; use the same optimizer "
-            "and trained modules as the run that saved it"
-        ) from error
-    for group, made_with in zip(optimizer.param_groups, settings, strict=True):
-        # Only arguments: some optimizers keep counters of theirs in the groups too.
-        group.update({key: made_with[key] for key in arguments if key in made_with})
-        # A schedule takes it for what it scales, where it is there.
-        group.pop("initial_lr", None)
-    for number, (parameter, dtype) in enumerate(zip(_parameters(optimizer), dtypes, strict=False)):
-        # torch casts all that it loads, though some of it never was of the parameter's dtype.
-        for key, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter][key]
-            is_plain = type(value) is Tensor or is_dtensor(value)
-            if is_plain and loaded.dtype != value.dtype and parameter.dtype == dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
-
-
-def _sharded(state: Mapping[int, Any], optimizer: Optimizer) -> dict[int, Any]:
-    """A saved state, of which this process keeps its part where a parameter lies in shards."""
-    parameters = dict(enumerate(_parameters(optimizer)))
-    return {
-        number: {
-            key: _part_like(parameters.get(number), value, f"optimizer.state.{number}.{key}")
-            for key, value in values.items()
-        }
-        for number, values in state.items()
-    }
-
-
-def _part_like(parameter: Tensor | None, value: Any, name: str) -> Any:
-    if not is_dtensor(parameter) or type(value) is not Tensor or value.shape != parameter.shape:
-        return value
-    part = torch.empty_like(parameter, dtype=value.dtype)
-    copy_part(part, value, name)
-    return part
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

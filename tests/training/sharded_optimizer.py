@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from checkpointing.training.trainer import load_optimizer
+from checkpointing.training.optimizer_state import load_optimizer
 
 SHAPES = ((5, 3), (4, 7), (9,))
 

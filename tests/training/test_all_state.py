@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from checkpointing.resume import check_recipe_state, load_recipe_state
 from checkpointing.training import DiskLogger, Schedule
-from checkpointing.training.trainer import load_optimizer
+from checkpointing.training.optimizer_state import load_optimizer
 from tests.training import runs
 from tests.training.runs import checkpoints, metrics, run, run_until, same, weights
 
