@@ -419,5 +419,6 @@ def test_sizes_that_cannot_be_divided_and_families_without_rules_are_refused(mod
     with pytest.raises(ConfigError, match="only Megatron's format"):
         plan_conversion(models("mixtral"), "tune", parallel=Parallel(tensor=2))
     gemma = write_hf(tmp_path / "gemma", "gemma")
-    with pytest.raises(ConfigError, match="Megatron's layout of gemma is not known"):
-        plan_conversion(gemma, "megatron")
+    for parallel in (Parallel(), Parallel(pipeline=5)):
+        with pytest.raises(ConfigError, match="Megatron's layout of gemma is not known"):
+            plan_conversion(gemma, "megatron", parallel=parallel)
