@@ -95,6 +95,7 @@ def read(
     kind: str = "merged",
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
+    few: int = 32 << 20,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Reads a stream to its end, and compares the model's parts before and after.
@@ -106,10 +107,12 @@ def read(
         kind: ``"merged"`` or ``"adapter"``.
         window: bytes that are computed at a time.
         dtype: of the base.
+        few: bytes that a process alone computes without starting threads.
         arguments: of the stream.
     """
     model = cut_model(base, cut, config, dtype)
     stream._WINDOW = window or 64 << 20
+    shared_window.FEW = few
     if kind == "adapter":
         arguments["base"] = "a base"
     make = merged_stream if kind == "merged" else adapter_stream

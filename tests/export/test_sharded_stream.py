@@ -92,6 +92,24 @@ def test_every_process_gets_what_one_would_save(job, saved, cut, what, variant, 
 
 
 @pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    job = Job(1, tmp_path_factory.mktemp("alone"))
+    yield job
+    job.stop()
+
+
+@pytest.mark.parametrize("few", [32 << 20, 0], ids=["at once", "in threads"])
+@pytest.mark.parametrize("cut", ["fsdp", "tensor parallel"])
+@pytest.mark.parametrize("what", ["merged", "adapter"])
+def test_a_job_may_be_one_process(alone, saved, what, cut, few):
+    own = saved("phi3", "lora")
+    arguments = {"base": own["base"], "cut": cut, "kind": what, "config": KINDS["lora"]}
+    (answer,) = alone.run(read, few=few, window=30_000, **arguments)
+    assert {n: tuple(rest) for n, *rest in answer["tensors"]} == described(own[what])
+    assert answer["is whole"] and answer["is unchanged"]
+
+
+@pytest.fixture(scope="module")
 def llama(saved):
     """A base and an adapter for it, and how many tensors a stream of both has."""
     own = saved("llama", "lora")
