@@ -277,6 +277,6 @@ def test_the_reward_rises(base, tmp_path):
 
 @pytest.mark.slow
 def test_the_reward_rises_with_completions_of_older_weights(base, tmp_path):
-    settings = ("sync=adapter", "sync_every=2", "num_policy_updates=2", "epochs=30")
+    settings = ("sync=adapter", "sync_every=2", "num_policy_updates=2", "epochs=40")
     first, last = rewards_of(base, tmp_path, *settings)
-    assert first < 0.1 and last > 0.5
+    assert first < 0.1 and last > 0.6
