@@ -299,8 +299,6 @@ def shapes_of(source: TensorSource) -> dict[str, tuple[int, ...]]:
 
 def is_sharded(source: TensorSource) -> bool:
     """Whether any of the tensors lies in shards in the processes of a job."""
-    if isinstance(source, StateDictSource):
-        return any(map(is_dtensor, source.state_dict.values()))
     return any(source.rows(name).shards is not None for name in source.metas)
 
 
